@@ -1,0 +1,1 @@
+"""The programs that a user runs and edits."""

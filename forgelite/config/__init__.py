@@ -1,0 +1,54 @@
+"""One typed configuration tree: YAML files, `key.sub=value` overrides, checks that name the keys."""
+
+from forgelite.config.loading import check_config, describe_keys, load_config, to_yaml
+from forgelite.config.loss import LossConfig
+from forgelite.config.schema import (
+    AdvantageConfig,
+    DataConfig,
+    EvalConfig,
+    GRPOConfig,
+    LoopConfig,
+    MeshConfig,
+    MetricsConfig,
+    ModelConfig,
+    PolicyConfig,
+    ReferenceConfig,
+    RewardConfig,
+    RewardFunctionConfig,
+    RolloutConfig,
+    RunConfig,
+    SamplingConfig,
+    SFTConfig,
+    SFTLoopConfig,
+    UpdateConfig,
+    WeightsConfig,
+)
+from forgelite.config.trainer import TrainerConfig
+
+__all__ = [
+    "AdvantageConfig",
+    "DataConfig",
+    "EvalConfig",
+    "GRPOConfig",
+    "LoopConfig",
+    "LossConfig",
+    "MeshConfig",
+    "MetricsConfig",
+    "ModelConfig",
+    "PolicyConfig",
+    "ReferenceConfig",
+    "RewardConfig",
+    "RewardFunctionConfig",
+    "RolloutConfig",
+    "RunConfig",
+    "SFTConfig",
+    "SFTLoopConfig",
+    "SamplingConfig",
+    "TrainerConfig",
+    "UpdateConfig",
+    "WeightsConfig",
+    "check_config",
+    "describe_keys",
+    "load_config",
+    "to_yaml",
+]

@@ -1,0 +1,306 @@
+"""The typed tree behind every YAML file: one class per section, one class per app.
+
+Every field carries its meaning, which `--help` prints. Checks that concern one section stand in it; checks across
+sections stand in the app's class and name both keys.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from forgelite.config.loss import LossConfig
+from forgelite.config.section import Section
+from forgelite.config.trainer import TrainerConfig
+
+
+class RunConfig(Section):
+    """Where a run writes and what makes it repeatable."""
+
+    dir: str = Field(description="folder of this run: config, metrics, rollouts, checkpoints, summary")
+    seed: int = Field(0, ge=0, description="every random number of the run derives from it")
+
+
+class ModelConfig(Section):
+    """Which model: a Hugging Face folder, or an architecture by torchtitan's names, or both if they agree."""
+
+    path: str | None = Field(None, description="Hugging Face folder (config.json, safetensors, tokenizer)")
+    name: str | None = Field(None, description="torchtitan's model name, such as qwen3")
+    flavor: str | None = Field(None, description="torchtitan's flavor of that model, such as 0.6B")
+    tokenizer: str | None = Field(None, description="folder of the tokenizer, where it is not model.path")
+
+    @model_validator(mode="after")
+    def _names_something(self) -> ModelConfig:
+        if (self.name is None) != (self.flavor is None):
+            raise ValueError("model.name and model.flavor go together")
+        if self.path is None and self.name is None:
+            raise ValueError("give model.path, or model.name and model.flavor")
+        if self.path is None and self.tokenizer is None:
+            raise ValueError("model.tokenizer is needed where model.path is not given")
+        return self
+
+
+class DataConfig(Section):
+    """Prompts to train on and prompts held out. A source is a .jsonl file or `package.module:function`."""
+
+    train: str = Field(description="rows to train on: a .jsonl file, or module:function that returns rows")
+    train_args: dict[str, Any] = Field(default_factory=dict, description="arguments of that function")
+    eval: str | None = Field(None, description="held-out rows, in the same form; none: no evaluation")
+    eval_args: dict[str, Any] = Field(default_factory=dict, description="arguments of that function")
+    prompt: str = Field("prompt", description="column with the prompt: text, or a list of chat messages")
+    answer: str = Field("answer", description="column with the demonstration (SFT)")
+    shuffle: bool = Field(True, description="draw the rows in a new order in every epoch, from run.seed")
+
+
+class RolloutConfig(Section):
+    """How a prompt becomes a trajectory."""
+
+    environment: str | None = Field(
+        None, description="module:function that makes an environment from the tokenizer; none: a single turn"
+    )
+    max_turns: int = Field(16, ge=1, description="most turns of one trajectory; then it ends with 'length'")
+    timeout_s: float = Field(600.0, gt=0, description="deadline of one group, all turns together")
+
+
+class LoopConfig(Section):
+    """Pacing and staleness."""
+
+    steps: int = Field(ge=0, description="optimizer steps of the run")
+    depth: int | None = Field(
+        1, ge=0, description="batches that generation may run ahead: 0 synchronous, K bounded, null unbounded"
+    )
+    max_policy_age: int = Field(1, ge=0, description="oldest age, in versions, that the loss accepts")
+    on_stale: Literal["drop_sample", "drop_group", "mask_tokens"] = Field(
+        "drop_sample", description="what goes when a trajectory is too old: it, its group, or the old tokens"
+    )
+    reissue: bool = Field(True, description="sample the prompt of a group that was rejected whole once more")
+    sync_every: int = Field(1, ge=1, description="steps between two weight updates of the policy")
+    groups_per_step: int = Field(16, ge=1, description="prompts in one batch")
+    group_size: int = Field(8, ge=1, description="trajectories of each prompt")
+    filter_zero_variance: bool = Field(True, description="leave out groups whose rewards are all equal")
+    max_groups_in_flight: int = Field(256, ge=1, description="most groups being sampled at once; caps depth")
+    max_groups_queued: int = Field(1024, ge=1, description="most groups waiting; the oldest goes first")
+    batch_timeout_s: float = Field(600.0, gt=0, description="the run fails when a batch takes longer")
+
+    @model_validator(mode="after")
+    def _policy_can_keep_up(self) -> LoopConfig:
+        lag = self.sync_every - 1
+        if self.depth is not None and lag > self.depth:
+            raise ValueError(
+                f"loop.sync_every={self.sync_every} leaves the policy {lag} versions behind, but "
+                f"loop.depth={self.depth} allows {self.depth}: lower loop.sync_every or raise loop.depth"
+            )
+        if lag > self.max_policy_age:
+            raise ValueError(
+                f"loop.sync_every={self.sync_every} makes samples {lag} versions old, but "
+                f"loop.max_policy_age={self.max_policy_age} would reject them all"
+            )
+        if self.max_groups_queued < self.groups_per_step:
+            raise ValueError(
+                f"loop.max_groups_queued={self.max_groups_queued} never holds a batch of "
+                f"loop.groups_per_step={self.groups_per_step}"
+            )
+        return self
+
+
+class UpdateConfig(Section):
+    """How the policy takes new weights."""
+
+    mode: Literal["in_flight"] = Field(
+        "in_flight", description="in_flight: swap between two engine steps, sequences go on"
+    )
+    kv: Literal["recompute", "keep"] = Field(
+        "recompute", description="the KV cache of running sequences after an update: recompute it or keep it"
+    )
+
+
+class SamplingConfig(Section):
+    """How tokens are drawn."""
+
+    max_tokens: int = Field(ge=1, description="most new tokens of one turn")
+    temperature: float = Field(1.0, gt=0, description="divides the logits before sampling")
+    top_p: float = Field(1.0, gt=0, le=1, description="nucleus; 1: off")
+    top_k: int = Field(0, ge=0, description="keep the k likeliest tokens; 0: off")
+    min_p: float = Field(0.0, ge=0, le=1, description="drop tokens below this share of the likeliest; 0: off")
+    stop_token_ids: list[int] | None = Field(
+        None, description="tokens that end a turn; none given: the tokenizer's end-of-sequence token"
+    )
+
+
+class PolicyConfig(Section):
+    """The vLLM side."""
+
+    replicas: Literal[1] = Field(1, description="policy processes")
+    update: UpdateConfig = Field(default_factory=UpdateConfig)
+    sampling: SamplingConfig
+    engine: dict[str, Any] = Field(
+        default_factory=dict, description="passed to vLLM's EngineArgs, by vLLM's own names"
+    )
+    request_timeout_s: float = Field(300.0, gt=0, description="deadline of one generation request")
+
+
+class AdvantageConfig(Section):
+    """From rewards to advantages."""
+
+    name: Literal["group_normalised", "group_centred"] = Field(
+        "group_normalised", description="(r - mean) / (std + eps) as in GRPO, or r - mean as in Dr.GRPO"
+    )
+    eps: float = Field(1e-4, gt=0, description="added to the standard deviation")
+
+
+class RewardFunctionConfig(Section):
+    """One reward."""
+
+    path: str = Field(description="module:function, sync or async; takes a RewardSample, returns a number")
+    name: str | None = Field(None, description="its name in metrics; default: the function's name")
+    weight: float = Field(1.0, description="its share in the sum")
+    timeout_s: float = Field(10.0, gt=0, description="a sample that takes longer is a counted failure")
+
+
+class RewardConfig(Section):
+    """Rewards run in a process of their own."""
+
+    functions: list[RewardFunctionConfig] = Field(min_length=1, description="the rewards that are added up")
+    on_failure: Literal["drop_sample", "drop_group"] = Field(
+        "drop_sample", description="what goes when a reward raises, hangs or is not a number"
+    )
+    max_concurrency: int = Field(64, ge=1, description="calls of async rewards that run at the same time")
+    max_threads: int = Field(4, ge=1, description="threads that call sync rewards")
+    max_hung_threads: int = Field(
+        16, ge=1, description="threads left behind by rewards that hang before the process is replaced"
+    )
+
+    @field_validator("functions")
+    @classmethod
+    def _distinct_names(cls, functions: list[RewardFunctionConfig]) -> list[RewardFunctionConfig]:
+        names = [f.name or f.path.rpartition(":")[2] for f in functions]
+        if twice := sorted({n for n in names if names.count(n) > 1}):
+            raise ValueError(f"reward.functions: two rewards are named {twice[0]}; give one a name")
+        return functions
+
+
+class ReferenceConfig(Section):
+    """The frozen starting model."""
+
+    enabled: bool = Field(
+        False, description="compute the reference's logprobs, for loss/kl_ref and the KL term"
+    )
+    row_length: int | None = Field(
+        None, ge=2, description="tokens in a packed row; default: trainer.training.seq_len"
+    )
+
+
+class WeightsConfig(Section):
+    """How versions travel from the trainer to the policy."""
+
+    carrier: Literal["shm"] = Field("shm", description="shm: shared memory on one host")
+    retain: int = Field(2, ge=1, description="committed versions that stay readable")
+    fingerprint: bool = Field(True, description="compare a checksum of what was written and what was read")
+    timeout_s: float = Field(120.0, gt=0, description="deadline of one publish or one update")
+
+
+class MeshConfig(Section):
+    """Processes and their deadlines."""
+
+    setup_timeout_s: float = Field(300.0, gt=0, description="deadline for a station to build its engine")
+    call_timeout_s: float = Field(600.0, gt=0, description="deadline of one call to a station")
+    stop_timeout_s: float = Field(15.0, gt=0, description="deadline for the processes to stop")
+
+
+class EvalConfig(Section):
+    """Held-out evaluation, greedy."""
+
+    every: int = Field(10, ge=0, description="steps between two evaluations; 0: only before and after")
+    max_prompts: int | None = Field(None, ge=1, description="at most so many held-out rows")
+    timeout_s: float = Field(600.0, gt=0, description="deadline of one evaluation")
+
+
+class MetricsConfig(Section):
+    """What is written and shown."""
+
+    tensorboard: bool = Field(True, description="write tensorboard/ in the run folder")
+    wandb: bool = Field(False, description="log to Weights & Biases as well (needs its login)")
+    rollouts_per_step: int | None = Field(16, ge=0, description="trajectories in rollouts.jsonl; null: all")
+    progress: Literal["auto", "live", "plain", "none"] = Field(
+        "auto", description="live display, plain lines, or nothing; auto: live on a terminal"
+    )
+
+
+class GRPOConfig(Section):
+    """Everything that `apps.grpo` can be told."""
+
+    run: RunConfig
+    model: ModelConfig
+    data: DataConfig
+    rollout: RolloutConfig = Field(default_factory=RolloutConfig)
+    loop: LoopConfig
+    policy: PolicyConfig
+    reward: RewardConfig
+    advantage: AdvantageConfig = Field(default_factory=AdvantageConfig)
+    reference: ReferenceConfig = Field(default_factory=ReferenceConfig)
+    loss: LossConfig = Field(default_factory=LossConfig)
+    trainer: TrainerConfig = Field(default_factory=TrainerConfig)
+    weights: WeightsConfig = Field(default_factory=WeightsConfig)
+    mesh: MeshConfig = Field(default_factory=MeshConfig)
+    eval: EvalConfig = Field(default_factory=EvalConfig)
+    metrics: MetricsConfig = Field(default_factory=MetricsConfig)
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> GRPOConfig:
+        loop, seq_len = self.loop, self.trainer.training.seq_len
+        if self.loss.kl_coefficient > 0 and not self.reference.enabled:
+            raise ValueError(f"loss.kl_coefficient={self.loss.kl_coefficient} needs reference.enabled=true")
+        if self.loss.name == "cross_entropy":
+            raise ValueError("loss.name=cross_entropy is for demonstrations (apps.sft), not for rewards")
+        if loop.group_size == 1 and loop.filter_zero_variance:
+            raise ValueError(
+                "loop.group_size=1 with loop.filter_zero_variance=true filters every group: "
+                "a group of one has no variance"
+            )
+        if self.policy.sampling.max_tokens >= seq_len:
+            raise ValueError(
+                f"policy.sampling.max_tokens={self.policy.sampling.max_tokens} leaves no room for a prompt in "
+                f"trainer.training.seq_len={seq_len}"
+            )
+        window = self.policy.engine.get("max_model_len")
+        if isinstance(window, int) and window > seq_len:
+            raise ValueError(
+                f"policy.engine.max_model_len={window} lets a sequence grow past "
+                f"trainer.training.seq_len={seq_len}: it could not be trained"
+            )
+        if self.reference.row_length is not None and self.reference.row_length < seq_len:
+            raise ValueError(
+                f"reference.row_length={self.reference.row_length} is shorter than "
+                f"trainer.training.seq_len={seq_len}: a long sequence would not fit"
+            )
+        return self
+
+
+class SFTLoopConfig(Section):
+    """Pacing of supervised fine-tuning."""
+
+    steps: int = Field(ge=1, description="optimizer steps")
+    batch_size: int = Field(ge=1, description="demonstrations in one step")
+
+
+class SFTConfig(Section):
+    """Everything that `apps.sft` can be told."""
+
+    run: RunConfig
+    model: ModelConfig
+    data: DataConfig
+    loop: SFTLoopConfig
+    loss: LossConfig = Field(default_factory=lambda: LossConfig(name="cross_entropy"))
+    trainer: TrainerConfig = Field(default_factory=TrainerConfig)
+    mesh: MeshConfig = Field(default_factory=MeshConfig)
+    eval: EvalConfig = Field(default_factory=EvalConfig)
+    metrics: MetricsConfig = Field(default_factory=MetricsConfig)
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> SFTConfig:
+        if self.loss.name != "cross_entropy":
+            raise ValueError(
+                f"loss.name={self.loss.name} needs rewards (apps.grpo); apps.sft takes cross_entropy"
+            )
+        return self

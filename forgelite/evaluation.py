@@ -1,0 +1,57 @@
+"""Held-out evaluation: every held-out prompt is answered once, greedily, by the version that the policy serves."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from forgelite.errors import ForgeliteError
+from forgelite.observe.metrics import Rate
+from forgelite.rollout.episode import Rollout
+from forgelite.scoring.group import ScoreSamples, reward_sample
+from forgelite.types import Failure, Prompt, Trajectory
+
+
+async def evaluate(
+    prompts: Sequence[Prompt], *, rollout: Rollout, score: ScoreSamples
+) -> dict[str, Any]:
+    """Answer and score `prompts`.
+
+    Args:
+        prompts: the held-out rows.
+        rollout: with greedy sampling.
+        score: the rewards.
+
+    Returns:
+        `eval/reward` (mean over the answers that were scored), `eval/failed`, `time/eval_s`, and
+        `eval/<name>` for each reward if there is more than one.
+
+    Raises:
+        ForgeliteError: not one answer could be scored.
+    """
+    start = time.monotonic()
+    # "eval" keeps the request ids apart from those of training groups.
+    rolled_out = await asyncio.gather(
+        *(rollout.run(f"eval{p.prompt_id}", p, 1) for p in prompts)
+    )
+    answered = [
+        (prompt, member)
+        for prompt, (member,) in zip(prompts, rolled_out, strict=True)
+        if isinstance(member, Trajectory)
+    ]
+    results = await score([reward_sample(prompt, t) for prompt, t in answered]) if answered else []
+    scores = [r for r in results if not isinstance(r, Failure)]
+    if not scores:
+        failures = [m for (m,) in rolled_out if isinstance(m, Failure)] + [r for r in results if isinstance(r, Failure)]
+        raise ForgeliteError(f"none of {len(prompts)} held-out prompts could be evaluated: {failures[0].message}")
+    metrics: dict[str, Any] = {
+        "eval/reward": Rate(numerator=sum(s.reward for s in scores), denominator=len(scores)),
+        "eval/failed": len(prompts) - len(scores),
+        "time/eval_s": time.monotonic() - start,
+    }
+    if len(scores[0].parts) > 1:
+        for name in scores[0].parts:
+            metrics[f"eval/{name}"] = Rate(numerator=sum(s.parts[name] for s in scores), denominator=len(scores))
+    return metrics

@@ -1,0 +1,1 @@
+"""Where actors live: processes, their environment, and what happens when one dies."""

@@ -1,0 +1,33 @@
+"""Environment variables that must be there before Monarch is imported, and those of every child. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+# A dead process is noticed after one poll: 10 s is Monarch's default, too long for a run that has lost a station.
+SUPERVISION = {
+    "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "500ms",
+    "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": "20s",
+    "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": "20s",
+}
+
+# torchstore sets this one at import, with a warning in every process, unless it is there already.
+FRAMES = {"HYPERACTOR_CODEC_MAX_FRAME_LENGTH": "910737418240"}
+
+
+def root_environment(current: Mapping[str, str]) -> dict[str, str]:
+    """What the controller adds to its own environment before it imports Monarch; what the user has set stays."""
+    wanted = {**SUPERVISION, **FRAMES, "OMP_NUM_THREADS": "1"}
+    return {name: value for name, value in wanted.items() if name not in current}
+
+
+def station_environment(**station: str) -> dict[str, str]:
+    """The environment of a station's processes: one OpenMP thread, no hub, plus what the station needs."""
+    return {
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        **SUPERVISION,
+        **FRAMES,
+        **station,
+    }

@@ -1,0 +1,1 @@
+"""Prompts become trajectories: the dataset, the environments, the turns, the groups."""

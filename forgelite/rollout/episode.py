@@ -1,0 +1,178 @@
+"""One prompt becomes a group of trajectories.
+
+    first turn: one request for the whole group (the members share the prompt)
+    later turns: each member on its own, with its whole sequence so far as the prompt, token by token as sampled
+
+A member whose request or environment fails becomes a `Failure`; the others go on. The death of the policy is not a
+failure of a member: it passes through.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
+
+from forgelite.errors import DeadlineExceeded, GenerationFailed, RequestRejected
+from forgelite.observe.gates import within
+from forgelite.rollout.environment import Environment, EnvironmentFactory, SingleTurn, Transition
+from forgelite.rollout.tokenizer import Tokenizer
+from forgelite.types import Completion, Failure, GroupRequest, Prompt, SamplingParams, Trajectory
+
+
+class Generator(Protocol):
+    """What a rollout needs of the policy: `forgelite.policy.client.PolicyClient`, or a fake."""
+
+    async def generate_group(self, request: GroupRequest) -> list[Completion | Failure]:
+        """Complete one prompt n times. Raises RequestRejected or GenerationFailed for the whole request."""
+        ...
+
+
+@dataclasses.dataclass(kw_only=True, slots=True, frozen=True)
+class Rollout:
+    """What the rollouts of a run have in common.
+
+    Example: `Rollout(generator=policy, tokenizer=tokenizer, sampling=SamplingParams(max_tokens=64), seed=0)`.
+    """
+
+    generator: Generator
+    tokenizer: Tokenizer
+    sampling: SamplingParams  # its seed is replaced by one derived from `seed` and the group's id
+    seed: int
+    max_tokens: int  # longest sequence that can be trained, prompt and all turns
+    environment: EnvironmentFactory = SingleTurn
+    max_turns: int = 16
+    timeout_s: float = 600.0
+
+    async def run(self, group_id: str, prompt: Prompt, size: int) -> list[Trajectory | Failure]:
+        """Roll out `size` members; entry i is the trajectory `<group_id>/<i>` or why there is none."""
+        environments = [self.environment(self.tokenizer) for _ in range(size)]
+        try:
+            return await within(
+                self.timeout_s, self._run(group_id, prompt, environments), f"the rollouts of group {group_id}"
+            )
+        except DeadlineExceeded as error:
+            return [Failure(reason="timeout", message=str(error))] * size
+        except RequestRejected as error:
+            return [Failure(reason="rejected", message=str(error))] * size
+        except GenerationFailed as error:
+            return [Failure(reason="generation", message=str(error))] * size
+
+    async def _run(
+        self, group_id: str, prompt: Prompt, environments: Sequence[Environment]
+    ) -> list[Trajectory | Failure]:
+        starts = await asyncio.gather(*(_guarded(e.reset(prompt)) for e in environments))
+        if failed := next((s for s in starts if isinstance(s, Failure)), None):
+            return [failed] * len(environments)
+        request = GroupRequest(
+            request_id=group_id,
+            prompt_ids=tuple(starts[0]),
+            sampling=dataclasses.replace(self.sampling, seed=derive_seed(self.seed, group_id)),
+            n=len(environments),
+            session=group_id,
+        )
+        if any(tuple(s) != request.prompt_ids for s in starts):
+            raise GenerationFailed(f"group {group_id}: the environment does not begin alike for every member")
+        completions = await self.generator.generate_group(request)
+        return await asyncio.gather(
+            *(
+                self._continue(f"{group_id}/{i}", group_id, environment, completion)
+                for i, (environment, completion) in enumerate(zip(environments, completions, strict=True))
+            )
+        )
+
+    async def _continue(
+        self, trajectory_id: str, group_id: str, environment: Environment, first: Completion | Failure
+    ) -> Trajectory | Failure:
+        if isinstance(first, Failure):
+            return first
+        if first.finish_reason == "abort":
+            return Failure(reason="aborted", message=f"{trajectory_id} was aborted")
+        trajectory = _begin(trajectory_id, group_id, first.prompt_ids)
+        completion, texts = first, []
+        for turn in range(1, self.max_turns + 1):
+            if not completion.token_ids:
+                return Failure(reason="empty", message=f"{trajectory_id}: turn {turn} has no tokens")
+            _append_completion(trajectory, completion)
+            texts.append(self.tokenizer.decode(completion.token_ids, skip_special_tokens=True))
+            transition = await _guarded(environment.step(completion))
+            if isinstance(transition, Failure):
+                return transition
+            _append_transition(trajectory, transition)
+            if transition.done or turn == self.max_turns:
+                break
+            budget = min(self.sampling.max_tokens, self.max_tokens - len(trajectory.token_ids))
+            if budget < 1:
+                trajectory.finish_reason = "length"
+                break
+            try:
+                (following,) = await self.generator.generate_group(
+                    GroupRequest(
+                        request_id=f"{trajectory_id}/{turn}",
+                        prompt_ids=tuple(trajectory.token_ids),
+                        sampling=dataclasses.replace(
+                            self.sampling,
+                            max_tokens=budget,
+                            seed=derive_seed(self.seed, f"{trajectory_id}/{turn}"),
+                        ),
+                        session=group_id,
+                    )
+                )
+            except RequestRejected as error:
+                return Failure(reason="rejected", message=str(error))
+            except GenerationFailed as error:
+                return Failure(reason="generation", message=str(error))
+            if isinstance(following, Failure):
+                return following
+            completion = following
+        trajectory.completion_text = "".join(texts)
+        return trajectory
+
+
+def derive_seed(seed: int, name: str) -> int:
+    """A seed for one named thing of a run: a 31-bit number, the same in every process and on every machine."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=4).digest(), "big") >> 1
+
+
+def _begin(trajectory_id: str, group_id: str, prompt_ids: Sequence[int]) -> Trajectory:
+    size = len(prompt_ids)
+    return Trajectory(
+        trajectory_id=trajectory_id,
+        group_id=group_id,
+        token_ids=list(prompt_ids),
+        loss_mask=[False] * size,
+        logprobs=[0.0] * size,
+        spans=[],
+        finish_reason="stop",
+    )
+
+
+def _append_completion(trajectory: Trajectory, completion: Completion) -> None:
+    start = len(trajectory.token_ids)
+    trajectory.token_ids += completion.token_ids
+    trajectory.loss_mask += [True] * len(completion.token_ids)
+    trajectory.logprobs += completion.logprobs
+    trajectory.spans += [span.shifted(start) for span in completion.spans]
+    trajectory.finish_reason = completion.finish_reason
+
+
+def _append_transition(trajectory: Trajectory, transition: Transition) -> None:
+    if transition.reward is not None:
+        trajectory.environment_reward = (trajectory.environment_reward or 0.0) + transition.reward
+    observed = len(transition.observation)
+    trajectory.token_ids += transition.observation
+    trajectory.loss_mask += [False] * observed
+    trajectory.logprobs += [0.0] * observed
+
+
+async def _guarded(step: Awaitable) -> object | Failure:
+    """An environment is the user's code: what it raises is a failure of its own trajectory."""
+    try:
+        return await step
+    except Exception as error:
+        return Failure(reason="environment", message=f"{type(error).__name__}: {error}")
+
+
+GroupRunner = Callable[[str, Prompt, int], Awaitable[list[Trajectory | Failure]]]

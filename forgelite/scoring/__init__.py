@@ -1,0 +1,1 @@
+"""Trajectories get numbers: rewards, reference log-probabilities, advantages."""

@@ -1,0 +1,237 @@
+"""The real loop, buffer, ledger and rollouts on a policy that samples its own version as token."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forgelite.buffer.ledger import State
+from forgelite.errors import DeadlineExceeded, ForgeliteError, StationDied
+from forgelite.types import Failure, Score
+from tests.unit.fakes import OFFSET, make_run
+
+
+def check_stamps_and_ages(run, max_policy_age):
+    """Whatever was trained: token, version stamp and age agree, judged by the token itself."""
+    for trainer_version, batch in run.trainer.batches:
+        sampled = batch.versions >= 0
+        assert (batch.token_ids[sampled] == OFFSET + batch.versions[sampled]).all()
+        assert (sampled == (batch.token_ids >= OFFSET)).all()
+        ages = trainer_version - (batch.token_ids[batch.loss_mask] - OFFSET)
+        assert ages.min() >= 0
+        assert ages.max() <= max_policy_age
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2, 3, 4])
+async def test_spans_ages_and_rejections_are_exact_at_every_depth(depth):
+    run = make_run(depth=depth, max_policy_age=1, steps=12, seed=depth)
+    await run.loop.run()
+    assert len(run.trainer.batches) == 12
+    check_stamps_and_ages(run, 1)
+    for steps, groups in run.recorder.groups:
+        for trajectory in (t for g in groups for t in g.trajectories):
+            versions = [t - OFFSET for t, m in zip(trajectory.token_ids, trajectory.loss_mask, strict=True) if m]
+            assert trajectory.age(steps - 1) == steps - 1 - min(versions)
+            for span in trajectory.spans:
+                assert set(trajectory.token_ids[span.start : span.end]) == {OFFSET + span.version}
+    if depth >= 3:
+        assert run.loop.ledger.count(State.REJECTED) > 0
+
+
+async def test_updates_arrive_in_the_middle_of_sequences():
+    run = make_run(depth=2, max_policy_age=4, steps=12, max_tokens=12)
+    await run.loop.run()
+    mixed = [t for _, groups in run.recorder.groups for g in groups for t in g.trajectories if len(t.spans) > 1]
+    assert mixed
+
+
+async def test_the_reported_ages_are_those_of_what_was_trained():
+    run = make_run(depth=2, max_policy_age=2, steps=8)
+    await run.loop.run()
+    for (steps, metrics), (_, groups) in zip(run.recorder.lines, run.recorder.groups, strict=True):
+        ages = [t.age(steps - 1) for g in groups for t in g.trajectories]
+        assert metrics["age/max"] == max(ages)
+        assert metrics["age/mean"].value == pytest.approx(sum(ages) / len(ages))
+        assert sum(metrics["age/histogram"].values()) == len(ages)
+
+
+async def test_a_synchronous_run_trains_only_its_own_version():
+    run = make_run(depth=0, max_policy_age=0, steps=8)
+    await run.loop.run()
+    for trainer_version, batch in run.trainer.batches:
+        assert set(batch.versions[batch.loss_mask].tolist()) == {trainer_version}
+    assert run.loop.ledger.count(State.REJECTED) == 0
+
+
+async def test_a_synchronous_run_repeats_itself():
+    batches = []
+    for _ in range(2):
+        run = make_run(depth=0, max_policy_age=0, steps=6, filter_zero_variance=True, reward=coin)
+        await run.loop.run()
+        batches.append([(v, b.token_ids.tolist(), b.advantages.tolist()) for v, b in run.trainer.batches])
+    assert batches[0] == batches[1]
+
+
+async def test_nothing_is_sampled_that_no_step_trains():
+    run = make_run(depth=3, max_policy_age=9, steps=5)
+    await run.loop.run()
+    assert run.loop.ledger.issued == run.loop.ledger.count(State.TRAINED) == 5 * 3 * 2
+
+
+async def test_the_prompt_of_a_stale_group_is_sampled_again():
+    run = make_run(depth=4, max_policy_age=0, steps=6, on_stale="drop_group")
+    given_back = []
+    give_back = run.prompts.give_back
+    run.prompts.give_back = lambda prompt: (given_back.append(prompt.prompt_id), give_back(prompt))
+    await run.loop.run()
+    assert given_back
+    assert run.loop.ledger.count(State.REJECTED) >= len(given_back)
+
+
+def coin(sample, rng):
+    return Score(reward=float(rng.random() < 0.5))
+
+
+async def test_groups_of_equal_rewards_are_filtered_and_replaced():
+    run = make_run(depth=1, steps=6, filter_zero_variance=True, reward=coin)
+    await run.loop.run()
+    assert run.loop.ledger.metrics()["ledger/filtered/zero_variance"] > 0
+    for _, groups in run.recorder.groups:
+        assert len(groups) == 3
+        assert all(len({t.score.reward for t in g.trajectories}) > 1 for g in groups)
+
+
+async def test_a_run_whose_rewards_are_all_equal_says_so_and_ends_at_its_deadline_naming_the_gate():
+    run = make_run(
+        filter_zero_variance=True, reward=lambda sample, rng: Score(reward=1.0), loop={"batch_timeout_s": 0.2}
+    )
+    with pytest.raises(DeadlineExceeded, match=r"a training batch: 0 of 3 groups are queued.*zero_variance"):
+        await run.loop.run()
+    assert "equal rewards" in run.recorder.notes[0]
+    assert run.trainer.batches == []
+
+
+async def test_a_failed_sample_is_counted_and_the_rest_of_its_group_is_trained():
+    def fail_first(sample, rng):
+        if sample.sample_id.endswith("/0"):
+            return Failure(reason="raised", message="no")
+        return Score(reward=rng.random())
+
+    run = make_run(steps=3, group_size=3, reward=fail_first)
+    await run.loop.run()
+    assert run.loop.ledger.metrics()["ledger/failed/raised"] >= 9
+    assert all(len(g.trajectories) == 2 for _, groups in run.recorder.groups for g in groups)
+    assert any("g0/0 failed (raised): no" in note for note in run.recorder.notes)
+
+
+async def test_a_failed_sample_takes_its_group_along_if_asked():
+    def fail_sometimes(sample, rng):
+        if rng.random() < 0.3:
+            return Failure(reason="timeout", message="late")
+        return Score(reward=rng.random())
+
+    run = make_run(steps=4, reward=fail_sometimes, drop_group_on_failure=True)
+    await run.loop.run()
+    assert run.loop.ledger.metrics()["ledger/filtered/group_failed"] > 0
+    assert all(len(g.trajectories) == 2 for _, groups in run.recorder.groups for g in groups)
+
+
+async def test_a_run_in_which_everything_fails_ends_with_the_reason():
+    run = make_run(reward=lambda sample, rng: Failure(reason="raised", message="bad reward"))
+    with pytest.raises(ForgeliteError, match="all members of the last 6 groups failed.*bad reward"):
+        await run.loop.run()
+
+
+async def test_the_death_of_a_station_ends_the_run_with_its_cause():
+    died = asyncio.get_running_loop().create_future()
+    run = make_run(steps=1000, station_died=died)
+    asyncio.get_running_loop().call_later(0.05, died.set_exception, StationDied("the policy died: Killed(sig=9)"))
+    with pytest.raises(StationDied, match="Killed"):
+        await run.loop.run()
+    assert run.loop.ledger.count(State.IN_FLIGHT) == 0
+
+
+async def test_a_bug_in_a_rollout_is_not_swallowed():
+    run = make_run()
+
+    async def broken(*_):
+        raise RuntimeError("a bug")
+
+    run.loop._roll_out = broken
+    with pytest.raises(RuntimeError, match="a bug"):
+        await run.loop.run()
+
+
+async def test_evaluation_runs_before_the_first_step_at_its_interval_and_after_the_last():
+    async def evaluate():
+        return {"eval/reward": 0.5}
+
+    run = make_run(steps=5, evaluate=evaluate, evaluate_every=2)
+    await run.loop.run()
+    assert [steps for steps, metrics in run.recorder.lines if "eval/reward" in metrics] == [0, 2, 4, 5]
+
+
+async def test_no_steps_is_an_evaluation_alone():
+    async def evaluate():
+        return {"eval/reward": 0.5}
+
+    run = make_run(steps=0, evaluate=evaluate)
+    await run.loop.run()
+    assert run.recorder.lines == [(0, {"eval/reward": 0.5})]
+    assert run.loop.ledger.issued == 0
+
+
+async def test_the_policy_is_updated_every_sync_every_steps_and_at_the_end():
+    run = make_run(steps=7, depth=2, max_policy_age=4, sync_every=3)
+    await run.loop.run()
+    assert run.policy.held == [0, 3, 6, 7]
+    check_stamps_and_ages(run, 4)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    depth=st.sampled_from([0, 1, 2, 3, 4, None]),
+    max_policy_age=st.integers(0, 3),
+    on_stale=st.sampled_from(["drop_sample", "drop_group", "mask_tokens"]),
+    sync_every=st.integers(1, 2),
+    reissue=st.booleans(),
+    drop=st.booleans(),
+)
+def test_every_schedule_keeps_the_bound_the_account_and_its_capacity(
+    seed, depth, max_policy_age, on_stale, sync_every, reissue, drop
+):
+    """Random delays, failures, equal rewards and stale groups: the run always gets its batches, none too old."""
+    if depth is not None:
+        sync_every = min(sync_every, depth + 1)
+    sync_every = min(sync_every, max_policy_age + 1)
+
+    def reward(sample, rng):
+        draw = rng.random()
+        if draw < 0.1:
+            return Failure(reason="raised", message="no")
+        return Score(reward=float(draw < 0.6))
+
+    run = make_run(
+        seed=seed,
+        steps=5,
+        depth=depth,
+        max_policy_age=max_policy_age,
+        on_stale=on_stale,
+        sync_every=sync_every,
+        reissue=reissue,
+        filter_zero_variance=True,
+        drop_group_on_failure=drop,
+        reward=reward,
+        loop={"max_groups_in_flight": 8, "max_groups_queued": 6},
+    )
+    asyncio.run(run.loop.run())
+    ledger = run.loop.ledger
+    ledger.check()
+    assert ledger.count(State.IN_FLIGHT) == ledger.count(State.QUEUED) == 0
+    assert [version for version, _ in run.trainer.batches] == [0, 1, 2, 3, 4]
+    check_stamps_and_ages(run, max_policy_age)
+    assert all(t.age(steps - 1) <= max_policy_age for steps, gs in run.recorder.groups for g in gs for t in g.trajectories)

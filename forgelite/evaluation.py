@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from forgelite.errors import ForgeliteError
+from forgelite.observe.gates import within
 from forgelite.observe.metrics import Rate
 from forgelite.rollout.episode import Rollout
 from forgelite.scoring.group import ScoreSamples, reward_sample
@@ -15,7 +16,7 @@ from forgelite.types import Failure, Prompt, Trajectory
 
 
 async def evaluate(
-    prompts: Sequence[Prompt], *, rollout: Rollout, score: ScoreSamples
+    prompts: Sequence[Prompt], *, rollout: Rollout, score: ScoreSamples, timeout_s: float
 ) -> dict[str, Any]:
     """Answer and score `prompts`.
 
@@ -23,6 +24,7 @@ async def evaluate(
         prompts: the held-out rows.
         rollout: with greedy sampling.
         score: the rewards.
+        timeout_s: deadline of the whole evaluation, in seconds (`eval.timeout_s`).
 
     Returns:
         `eval/reward` (mean over the answers that were scored), `eval/failed`, `time/eval_s`, and
@@ -30,7 +32,12 @@ async def evaluate(
 
     Raises:
         ForgeliteError: not one answer could be scored.
+        DeadlineExceeded: it took too long.
     """
+    return await within(timeout_s, _evaluate(prompts, rollout, score), "the held-out evaluation (eval.timeout_s)")
+
+
+async def _evaluate(prompts: Sequence[Prompt], rollout: Rollout, score: ScoreSamples) -> dict[str, Any]:
     start = time.monotonic()
     # "eval" keeps the request ids apart from those of training groups.
     rolled_out = await asyncio.gather(

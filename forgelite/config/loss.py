@@ -1,63 +1,66 @@
 """What the trainer minimises: the keys below `loss.`.
 
-An option belongs to the losses that use it (`_OPTIONS`); set beside another loss it is an error, not ignored.
+One class a loss, chosen by `loss.name`, with only the options that this loss has. A new loss adds a class here
+and a function in `forgelite/losses/`.
 """
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Discriminator, Field, Tag
 
 from forgelite.config.section import Section
 
-_OPTIONS = {
-    "clip": {"clip_low", "clip_high", "kl_coefficient", "kl_estimator"},
-    "cross_entropy": set(),
-}
 
+class ClipLossConfig(Section):
+    """PPO's clipped surrogate against the behaviour log-probabilities, with an optional KL term."""
 
-class LossConfig(Section):
-    """Which loss, and its options. The function of the same name is in `forgelite.losses.LOSSES`."""
-
-    name: Literal["clip", "cross_entropy"] = Field(
-        default="clip",
-        description="clip: PPO's clipped surrogate against the behaviour logprobs, with an optional KL term; "
-        "cross_entropy: supervised, the negative logprob of the demonstration",
-    )
+    name: Literal["clip"] = Field(default="clip", description="which loss: clip, cross_entropy")
     clip_low: float = Field(
         default=0.2,
         ge=0,
         lt=1,
-        description="a ratio below 1 - clip_low gives no gradient where the advantage is negative (clip)",
+        description="a ratio below 1 - clip_low gives no gradient where the advantage is negative",
     )
     clip_high: float = Field(
         default=0.28,
         ge=0,
-        description="a ratio above 1 + clip_high gives no gradient where the advantage is positive (clip)",
+        description="a ratio above 1 + clip_high gives no gradient where the advantage is positive",
     )
     kl_coefficient: float = Field(
         default=0.0,
         ge=0,
-        description="weight of the divergence from the reference; above 0 it needs a reference (clip)",
+        description="weight of the divergence from the reference; above 0 it needs a reference",
     )
-    kl_estimator: Literal["k3"] = Field(
-        default="k3", description="estimator of the divergence, token by token (clip)"
+    kl_estimator: Literal["k3"] = Field(default="k3", description="estimator of the divergence of a token")
+    aggregation: Literal["token_mean"] = Field(
+        default="token_mean",
+        description="mean over the trained tokens of the whole batch, on all ranks together",
+    )
+
+
+class CrossEntropyLossConfig(Section):
+    """Supervised fine-tuning: the mean negative log-probability of the trained tokens."""
+
+    name: Literal["cross_entropy"] = Field(
+        default="cross_entropy", description="which loss: clip, cross_entropy"
     )
     aggregation: Literal["token_mean"] = Field(
         default="token_mean",
         description="mean over the trained tokens of the whole batch, on all ranks together",
     )
 
-    @model_validator(mode="after")
-    def _has_only_its_own_options(self) -> Self:
-        foreign = sorted(
-            name
-            for name in set().union(*_OPTIONS.values()) - _OPTIONS[self.name]
-            if getattr(self, name) != type(self).model_fields[name].default
-        )
-        if foreign:
-            raise ValueError(
-                f"loss.name={self.name} has no option {', '.join('loss.' + name for name in foreign)}"
-            )
-        return self
+
+def _loss_name(value: Any) -> Any:  # pydantic hands over whatever the user wrote, or a finished config
+    if isinstance(value, Mapping):
+        return value.get("name", "clip")
+    return getattr(value, "name", None)
+
+
+LossConfig = Annotated[
+    Annotated[ClipLossConfig, Tag("clip")] | Annotated[CrossEntropyLossConfig, Tag("cross_entropy")],
+    Discriminator(_loss_name),
+]
+"""The type of a config's field `loss`. Without a `name` it is the clipped surrogate."""

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from forgelite.config.loss import LossConfig
+from forgelite.config.loss import ClipLossConfig, CrossEntropyLossConfig, LossConfig
 from forgelite.config.section import Section
 from forgelite.config.trainer import TrainerConfig
 
@@ -20,6 +20,7 @@ class RunConfig(Section):
 
     dir: str = Field(description="folder of this run: config, metrics, rollouts, checkpoints, summary")
     seed: int = Field(0, ge=0, description="every random number of the run derives from it")
+    resume: bool = Field(False, description="go on from the newest checkpoint in run.dir, if there is one")
 
 
 class ModelConfig(Section):
@@ -195,14 +196,24 @@ class WeightsConfig(Section):
     """How versions travel from the trainer to the policy."""
 
     carrier: Literal["shm"] = Field("shm", description="shm: shared memory on one host")
+    transfer_dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
+        None, description="type in which weights travel; null: as the trainer holds them"
+    )
     retain: int = Field(2, ge=1, description="committed versions that stay readable")
     fingerprint: bool = Field(True, description="compare a checksum of what was written and what was read")
     timeout_s: float = Field(120.0, gt=0, description="deadline of one publish or one update")
 
 
 class MeshConfig(Section):
-    """Processes and their deadlines."""
+    """Processes, devices and deadlines."""
 
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="where models compute; auto: cuda where torch sees a GPU, else cpu; it is logged"
+    )
+    policy_gpus: str | None = Field(None, description="GPUs of the policy, as in CUDA_VISIBLE_DEVICES")
+    trainer_gpus: str | None = Field(None, description="GPUs of the trainer, one for each of its processes")
+    reference_gpus: str | None = Field(None, description="GPUs of the reference")
+    trainer_processes: int = Field(1, ge=1, description="processes of the trainer")
     setup_timeout_s: float = Field(300.0, gt=0, description="deadline for a station to build its engine")
     call_timeout_s: float = Field(600.0, gt=0, description="deadline of one call to a station")
     stop_timeout_s: float = Field(15.0, gt=0, description="deadline for the processes to stop")
@@ -239,7 +250,7 @@ class GRPOConfig(Section):
     reward: RewardConfig
     advantage: AdvantageConfig = Field(default_factory=AdvantageConfig)
     reference: ReferenceConfig = Field(default_factory=ReferenceConfig)
-    loss: LossConfig = Field(default_factory=LossConfig)
+    loss: LossConfig = Field(default_factory=ClipLossConfig)
     trainer: TrainerConfig = Field(default_factory=TrainerConfig)
     weights: WeightsConfig = Field(default_factory=WeightsConfig)
     mesh: MeshConfig = Field(default_factory=MeshConfig)
@@ -262,6 +273,13 @@ class GRPOConfig(Section):
             raise ValueError(
                 f"policy.sampling.max_tokens={self.policy.sampling.max_tokens} leaves no room for a prompt in "
                 f"trainer.training.seq_len={seq_len}"
+            )
+        engine_dtype = self.policy.engine.get("dtype")
+        sent_dtype = self.weights.transfer_dtype or "float32"
+        if engine_dtype in ("float32", "bfloat16", "float16") and engine_dtype != sent_dtype:
+            raise ValueError(
+                f"policy.engine.dtype={engine_dtype} but weights travel as {sent_dtype}: "
+                f"set weights.transfer_dtype={engine_dtype}"
             )
         window = self.policy.engine.get("max_model_len")
         if isinstance(window, int) and window > seq_len:
@@ -291,16 +309,8 @@ class SFTConfig(Section):
     model: ModelConfig
     data: DataConfig
     loop: SFTLoopConfig
-    loss: LossConfig = Field(default_factory=lambda: LossConfig(name="cross_entropy"))
+    loss: CrossEntropyLossConfig = Field(default_factory=CrossEntropyLossConfig)
     trainer: TrainerConfig = Field(default_factory=TrainerConfig)
     mesh: MeshConfig = Field(default_factory=MeshConfig)
     eval: EvalConfig = Field(default_factory=EvalConfig)
     metrics: MetricsConfig = Field(default_factory=MetricsConfig)
-
-    @model_validator(mode="after")
-    def _fits_together(self) -> SFTConfig:
-        if self.loss.name != "cross_entropy":
-            raise ValueError(
-                f"loss.name={self.loss.name} needs rewards (apps.grpo); apps.sft takes cross_entropy"
-            )
-        return self

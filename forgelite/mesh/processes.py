@@ -48,6 +48,10 @@ class Station:
         """
         return await within(seconds, answer(self.name, endpoint), f"{self.name}.{what}")
 
+    async def answer(self, endpoint: Awaitable[T]) -> T:
+        """Await a call whose deadline the caller sets; raises what `call` raises otherwise."""
+        return await answer(self.name, endpoint)
+
     async def stop(self, seconds: float) -> None:
         """End the processes. One that cannot be ended in time is left to die with the controller."""
         try:

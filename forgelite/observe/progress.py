@@ -53,6 +53,7 @@ ROWS = (
     ("held-out, greedy", "eval/reward", "{:.3f}"),
     ("held-out loss", "eval/loss", "{:.4f}"),
     ("loss", "loss/policy", "{:+.4f}"),
+    ("loss", "loss/cross_entropy", "{:.4f}"),
     ("KL to reference", "loss/kl_ref", "{:.4f}"),
     ("ratio, largest", "ratio/max", "{:.3f}"),
     ("age, mean", "age/mean", "{:.2f}"),

@@ -93,6 +93,9 @@ class PromptStream:
         self._epoch = -1
         self._given_back: deque[int] = deque()
 
+    def __iter__(self) -> PromptStream:
+        return self
+
     def __next__(self) -> Prompt:
         if self._given_back:
             return self._prompt(self._given_back.popleft())

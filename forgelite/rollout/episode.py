@@ -66,10 +66,16 @@ class Rollout:
         starts = await asyncio.gather(*(_guarded(e.reset(prompt)) for e in environments))
         if failed := next((s for s in starts if isinstance(s, Failure)), None):
             return [failed] * len(environments)
+        budget = self.max_tokens - len(starts[0])
+        if budget < 1:
+            raise RequestRejected(
+                f"group {group_id}: a prompt of {len(starts[0])} tokens leaves no room for an answer in "
+                f"trainer.training.seq_len={self.max_tokens}"
+            )
         request = GroupRequest(
             request_id=group_id,
             prompt_ids=tuple(starts[0]),
-            sampling=dataclasses.replace(self.sampling, seed=derive_seed(self.seed, group_id)),
+            sampling=self._sampling(group_id, budget),
             n=len(environments),
             session=group_id,
         )
@@ -100,23 +106,20 @@ class Rollout:
             transition = await _guarded(environment.step(completion))
             if isinstance(transition, Failure):
                 return transition
-            _append_transition(trajectory, transition)
+            _add_reward(trajectory, transition.reward)
             if transition.done or turn == self.max_turns:
                 break
-            budget = min(self.sampling.max_tokens, self.max_tokens - len(trajectory.token_ids))
+            budget = self.max_tokens - len(trajectory.token_ids) - len(transition.observation)
             if budget < 1:
                 trajectory.finish_reason = "length"
                 break
+            _append_observation(trajectory, transition.observation)
             try:
                 (following,) = await self.generator.generate_group(
                     GroupRequest(
                         request_id=f"{trajectory_id}/{turn}",
                         prompt_ids=tuple(trajectory.token_ids),
-                        sampling=dataclasses.replace(
-                            self.sampling,
-                            max_tokens=budget,
-                            seed=derive_seed(self.seed, f"{trajectory_id}/{turn}"),
-                        ),
+                        sampling=self._sampling(f"{trajectory_id}/{turn}", budget),
                         session=group_id,
                     )
                 )
@@ -129,6 +132,13 @@ class Rollout:
             completion = following
         trajectory.completion_text = "".join(texts)
         return trajectory
+
+    def _sampling(self, name: str, budget: int) -> SamplingParams:
+        return dataclasses.replace(
+            self.sampling,
+            max_tokens=min(self.sampling.max_tokens, budget),
+            seed=derive_seed(self.seed, name),
+        )
 
 
 def derive_seed(seed: int, name: str) -> int:
@@ -158,13 +168,15 @@ def _append_completion(trajectory: Trajectory, completion: Completion) -> None:
     trajectory.finish_reason = completion.finish_reason
 
 
-def _append_transition(trajectory: Trajectory, transition: Transition) -> None:
-    if transition.reward is not None:
-        trajectory.environment_reward = (trajectory.environment_reward or 0.0) + transition.reward
-    observed = len(transition.observation)
-    trajectory.token_ids += transition.observation
-    trajectory.loss_mask += [False] * observed
-    trajectory.logprobs += [0.0] * observed
+def _add_reward(trajectory: Trajectory, reward: float | None) -> None:
+    if reward is not None:
+        trajectory.environment_reward = (trajectory.environment_reward or 0.0) + reward
+
+
+def _append_observation(trajectory: Trajectory, observation: Sequence[int]) -> None:
+    trajectory.token_ids += observation
+    trajectory.loss_mask += [False] * len(observation)
+    trajectory.logprobs += [0.0] * len(observation)
 
 
 async def _guarded(step: Awaitable) -> object | Failure:

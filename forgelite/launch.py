@@ -1,0 +1,238 @@
+"""Start the stations of a run, connect them, and end them.
+
+    spawn all processes ──> set up all engines at the same time ──> [the run] ──> close ──> stop
+
+The policy is spawned first: importing vLLM takes longest, so everything else hides behind it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from forgelite.config import GRPOConfig, MeshConfig, RewardConfig, SFTConfig
+from forgelite.errors import ConfigError, ForgeliteError
+from forgelite.mesh.environment import station_environment
+from forgelite.mesh.fleet import Fleet
+from forgelite.mesh.processes import Station
+from forgelite.policy.actor import ActorCalls, PolicyActor
+from forgelite.policy.client import PolicyClient
+from forgelite.policy.environment import policy_environment
+from forgelite.scoring.reference_actor import ReferenceActor
+from forgelite.scoring.reward_actor import RewardActor, RewardSpec
+from forgelite.scoring.reward_client import RewardClient
+from forgelite.stations import PolicyHandle, ReferenceHandle, RewardHandle, TrainerHandle
+from forgelite.trainer.actor import TrainerActor, TrainerSetup
+from forgelite.weights import SHARED_MEMORY, reclaim, start_directory
+from forgelite.weights.opening import open_store
+
+logger = logging.getLogger(__name__)
+
+Device = Literal["cpu", "cuda"]
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Stations:
+    """The stations of a GRPO run, set up and connected.
+
+    Example: `async with launch(config, model_path=...) as stations: await stations.trainer.publish()`.
+    """
+
+    policy: PolicyHandle
+    trainer: TrainerHandle
+    rewards: RewardClient
+    reference: ReferenceHandle | None  # None: reference.enabled is false
+    died: asyncio.Future[None]  # raises StationDied when a process dies, also while nobody talks to it
+    capabilities: dict[str, Any]  # what the policy's engine can do, and where it runs
+
+
+def choose_device(asked: Literal["auto", "cpu", "cuda"]) -> Device:
+    """The device of all models of a run. Raises ConfigError when a GPU is asked for and there is none."""
+    import torch
+
+    available = torch.cuda.is_available()
+    if asked == "cuda" and not available:
+        raise ConfigError("mesh.device=cuda, but torch sees no GPU")
+    return "cuda" if available and asked != "cpu" else "cpu"
+
+
+@asynccontextmanager
+async def launch(
+    config: GRPOConfig, *, on_phase: Callable[[str], None] = lambda text: None
+) -> AsyncIterator[Stations]:
+    """The stations of `config`; ended when the block ends, however it ends.
+
+    Args:
+        config: of the run.
+        on_phase: called with what is being done.
+
+    Raises:
+        ConfigError: a station refuses its part of the configuration.
+        StationDied, DeadlineExceeded: a station did not come up.
+    """
+    device = choose_device(config.mesh.device)
+    _reclaim_shared_memory()
+    on_phase(f"starting the stations on {device}")
+    mesh, run_id, seq_len = config.mesh, _run_identity(config.run.dir), config.trainer.training.seq_len
+    temperature = config.policy.sampling.temperature
+    store = partial(
+        open_store,
+        run_id,
+        retain=config.weights.retain,
+        fingerprint=config.weights.fingerprint,
+        timeout_s=config.weights.timeout_s,
+    )
+    async with Fleet(stop_timeout_s=mesh.stop_timeout_s) as fleet:
+        policy = fleet.spawn(
+            "policy",
+            PolicyActor,
+            environment=_environment(device, mesh.policy_gpus) | policy_environment(device),
+        )
+        trainer = _spawn_trainer(fleet, mesh, device)
+        trainer_handle = TrainerHandle(
+            trainer, timeout_s=mesh.call_timeout_s, publish_timeout_s=config.weights.timeout_s
+        )
+        setups = [
+            policy.call(
+                policy.actor.setup.call_one(
+                    config.model.path, dict(config.policy.engine), config.run.seed, 0, store
+                ),
+                mesh.setup_timeout_s,
+                "setup",
+            ),
+            _start_rewards(fleet, config.reward, mesh),
+            _set_up_trainer(
+                trainer,
+                TrainerSetup(
+                    model=config.model,
+                    trainer=config.trainer,
+                    loss=config.loss,
+                    steps=config.loop.steps,
+                    seed=config.run.seed,
+                    temperature=temperature,
+                    open_store=store,
+                    transfer_dtype=config.weights.transfer_dtype,
+                    processes=mesh.trainer_processes,
+                ),
+                mesh,
+                directory=run_id,
+            ),
+        ]
+        if config.reference.enabled:
+            reference = fleet.spawn(
+                "reference", ReferenceActor, environment=_environment(device, mesh.reference_gpus)
+            )
+            setup = reference.actor.setup.call_one(config.model, seq_len, config.run.seed, temperature)
+            setups.append(reference.call(setup, mesh.setup_timeout_s, "setup"))
+            row_length = config.reference.row_length or seq_len
+            reference_handle = ReferenceHandle(reference, row_length=row_length, timeout_s=mesh.call_timeout_s)
+        capabilities, reward_process, *_ = await fleet.together(*setups)
+        on_phase("policy: " + ", ".join(f"{name} {value}" for name, value in capabilities.items()))
+        client = PolicyClient(
+            ActorCalls(policy.actor, policy.answer),
+            request_timeout_s=config.policy.request_timeout_s,
+            update_timeout_s=config.weights.timeout_s,
+        )
+        try:
+            yield Stations(
+                policy=PolicyHandle(client, trainer_handle, keep_kv=config.policy.update.kv == "keep"),
+                trainer=trainer_handle,
+                rewards=RewardClient(
+                    reward_process,
+                    replace=partial(_start_rewards, fleet, config.reward, mesh),
+                    timeout_s=max(f.timeout_s for f in config.reward.functions),
+                    max_threads=config.reward.max_threads,
+                    max_hung_threads=config.reward.max_hung_threads,
+                ),
+                reference=reference_handle if config.reference.enabled else None,
+                died=fleet.died,
+                capabilities=capabilities,
+            )
+        finally:
+            await client.close()
+            await _close_trainer(trainer_handle)
+
+
+@asynccontextmanager
+async def launch_trainer(
+    config: SFTConfig, *, on_phase: Callable[[str], None] = lambda text: None
+) -> AsyncIterator[TrainerHandle]:
+    """The trainer alone, for supervised fine-tuning. Raises as `launch` does."""
+    device = choose_device(config.mesh.device)
+    on_phase(f"starting the trainer on {device}")
+    async with Fleet(stop_timeout_s=config.mesh.stop_timeout_s) as fleet:
+        trainer = _spawn_trainer(fleet, config.mesh, device)
+        setup = TrainerSetup(
+            model=config.model,
+            trainer=config.trainer,
+            loss=config.loss,
+            steps=config.loop.steps,
+            seed=config.run.seed,
+            temperature=1.0,
+            processes=config.mesh.trainer_processes,
+        )
+        await fleet.together(_set_up_trainer(trainer, setup, config.mesh))
+        handle = TrainerHandle(trainer, timeout_s=config.mesh.call_timeout_s)
+        try:
+            yield handle
+        finally:
+            await _close_trainer(handle)
+
+
+def _spawn_trainer(fleet: Fleet, mesh: MeshConfig, device: Device) -> Station:
+    environment = _environment(device, mesh.trainer_gpus)
+    return fleet.spawn("trainer", TrainerActor, environment=environment, processes=mesh.trainer_processes)
+
+
+async def _set_up_trainer(
+    station: Station, setup: TrainerSetup, mesh: MeshConfig, directory: str | None = None
+) -> None:
+    await station.call(station.actor.setup.call(setup), mesh.setup_timeout_s, "setup")
+    if directory is not None:
+        # The manifests live in the trainer's first process: without a trainer there is nothing to look up.
+        first = station.processes.slice(procs=0) if setup.processes > 1 else station.processes
+        await start_directory(first, name=directory)
+
+
+async def _close_trainer(handle: TrainerHandle) -> None:
+    """Unlink the run's shared memory. A trainer that is gone cannot: then the next start reclaims it."""
+    with suppress(ForgeliteError):
+        await handle.close()
+
+
+async def _start_rewards(fleet: Fleet, reward: RewardConfig, mesh: MeshConfig) -> RewardHandle:
+    station = fleet.spawn("reward", RewardActor, environment=_environment("cpu", None), expendable=True)
+    specs = [
+        RewardSpec(path=f.path, name=f.name, weight=f.weight, timeout_s=f.timeout_s) for f in reward.functions
+    ]
+    setup = station.actor.setup.call_one(specs, reward.max_concurrency, reward.max_threads)
+    await station.call(setup, mesh.setup_timeout_s, "setup")
+    return RewardHandle(station, stop=fleet.stop)
+
+
+def _environment(device: Device, gpus: str | None) -> dict[str, str]:
+    # Actors of user modules are imported by name in the children, so they see what this process sees.
+    paths = [os.getcwd(), os.environ.get("PYTHONPATH", "")]
+    environment = station_environment(PYTHONPATH=os.pathsep.join(p for p in paths if p))
+    if device == "cuda" and gpus is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = gpus
+    return environment
+
+
+def _run_identity(folder: str) -> str:
+    """A name for this run's shared memory and directory: of its folder and its process."""
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(folder).name)[:40].strip("-") or "run"
+    return f"{name}-{os.getpid()}"
+
+
+def _reclaim_shared_memory() -> None:
+    for path in reclaim(SHARED_MEMORY):
+        logger.warning("removed %s, which a killed run had left behind", path)

@@ -1,0 +1,84 @@
+"""The stations of one run as one thing that lives and dies: spawned together, watched together, ended together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Mapping
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any
+
+from monarch.actor import Actor
+
+from forgelite.errors import StationDied
+from forgelite.mesh.processes import Station, spawn, watch_faults
+
+
+class Fleet:
+    """An async context manager. When its block ends, however it ends, every process of it is stopped.
+
+    `died` raises StationDied as soon as a process is gone, also while nobody talks to it. Stations spawned as
+    `expendable` are left out of that: somebody replaces them.
+    """
+
+    def __init__(self, *, stop_timeout_s: float) -> None:
+        self.died: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.died.add_done_callback(_retrieve)  # nobody need be waiting for it
+        self._stop_timeout_s = stop_timeout_s
+        self._stations: list[Station] = []
+        self._expendable: set[str] = set()
+        self._watch = ExitStack()
+
+    def spawn(
+        self,
+        name: str,
+        actor: type[Actor],
+        *,
+        environment: Mapping[str, str],
+        processes: int = 1,
+        expendable: bool = False,
+    ) -> Station:
+        """Spawn a station; see `mesh.processes.spawn`."""
+        station = spawn(name, actor, environment=environment, processes=processes)
+        self._stations.append(station)
+        if expendable:
+            self._expendable.add(name)
+        return station
+
+    async def stop(self, station: Station) -> None:
+        """End one station before the others."""
+        self._stations.remove(station)
+        await station.stop(self._stop_timeout_s)
+
+    async def together(self, *calls: Awaitable[Any]) -> list[Any]:
+        """The results of all calls; the first error, or the death of a station, ends the others and is raised."""
+        work = asyncio.gather(*calls)
+        await asyncio.wait({work, self.died}, return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            work.cancel()
+            await self.died  # raises
+        return work.result()
+
+    async def __aenter__(self) -> Fleet:
+        self._watch.enter_context(watch_faults(self._on_fault))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        stations, self._stations = self._stations, []
+        try:
+            await asyncio.gather(*(station.stop(self._stop_timeout_s) for station in stations))
+        finally:
+            self._watch.close()
+
+    def _on_fault(self, mesh: str, cause: str) -> None:
+        station = next((s for s in self._stations if mesh.startswith(s.name)), None)
+        if station is None or station.name in self._expendable or self.died.done():
+            return  # it is being stopped, or replaced, or is not ours, or is known
+        self.died.set_exception(StationDied(f"station {station.name} died: {cause}"))
+
+
+def _retrieve(future: asyncio.Future[None]) -> None:
+    if not future.cancelled():
+        future.exception()

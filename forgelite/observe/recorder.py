@@ -1,0 +1,118 @@
+"""The run folder: what is written while a run goes, and what stands there at its end.
+
+    <run.dir>/config.yaml       the resolved configuration
+              metrics.jsonl     one object a step
+              rollouts.jsonl    sampled texts with reward, versions, age
+              tensorboard/      the same metrics
+              checkpoints/      see the apps
+              summary.json      final figures and why the run ended
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from forgelite.observe.metrics import MetricsLog
+from forgelite.observe.progress import Progress
+from forgelite.observe.report import write_json
+from forgelite.observe.rollouts import RolloutLog
+from forgelite.types import Group
+
+
+def claim_folder(folder: Path, *, resume: bool) -> Path | None:
+    """Make the run folder. An earlier run in it is moved aside, never overwritten.
+
+    Args:
+        folder: `run.dir`.
+        resume: go on in what is there.
+
+    Returns:
+        Where the earlier run is now; None if there was none, or it is resumed.
+    """
+    moved = None
+    if not resume and (folder / "config.yaml").exists():
+        began = datetime.fromtimestamp((folder / "config.yaml").stat().st_mtime)
+        moved = folder.with_name(f"{folder.name}-{began:%Y%m%d-%H%M%S}")
+        folder.rename(moved)
+    folder.mkdir(parents=True, exist_ok=True)
+    return moved
+
+
+class Recorder:
+    """Writes the run folder and feeds the display. A context manager: leaving it writes `summary.json`.
+
+    It is an observer of `forgelite.loop.Loop`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        config_yaml: str,
+        config: Mapping[str, Any],
+        progress: Progress,
+        tensorboard: bool,
+        wandb: bool,
+        rollouts_per_step: int | None,
+    ) -> None:
+        """Args:
+        folder: the run folder, which exists.
+        config_yaml, config: the resolved configuration, as text and as plain data.
+        progress: the display.
+        tensorboard, wandb, rollouts_per_step: `metrics.*`.
+        """
+        self._folder = folder
+        self._progress = progress
+        self._started = time.monotonic()
+        self._summary: dict[str, Any] = {"steps": 0}
+        (folder / "config.yaml").write_text(config_yaml, encoding="utf-8")
+        self._metrics = MetricsLog(folder, tensorboard=tensorboard, wandb=wandb, config=config)
+        self._rollouts = RolloutLog(folder, per_step=rollouts_per_step)
+
+    async def on_step(self, steps: int, metrics: Mapping[str, Any], groups: Sequence[Group]) -> None:
+        """Write a line of metrics, and the rollouts behind it."""
+        line = self._metrics.write(steps, metrics)
+        if groups:
+            self._rollouts.write(steps, steps - 1, groups)
+        self._summary["steps"] = steps
+        for name in ("eval/reward", "eval/loss"):
+            if line.get(name) is not None:
+                self._summary.setdefault(name, {"before": line[name]})["after"] = line[name]
+        self._summary |= {n: v for n, v in line.items() if n.startswith("ledger/") and n.count("/") == 1}
+        self._progress.step(line)
+
+    def on_note(self, text: str) -> None:
+        """Show something that the user should know."""
+        self._progress.note(text)
+
+    def on_phase(self, text: str) -> None:
+        """Show what the run is doing outside its steps."""
+        self._progress.phase(text)
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._metrics.close()
+        self._rollouts.close()
+        self._progress.close()
+        if error is None:
+            reason = "completed"
+        else:
+            reason = "failed" if isinstance(error, Exception) else "interrupted"
+        write_json(
+            self._folder / "summary.json",
+            {
+                "exit_reason": reason,
+                "error": f"{type(error).__name__}: {error}" if reason == "failed" else None,
+                "seconds": round(time.monotonic() - self._started, 3),
+                **self._summary,
+            },
+        )

@@ -1,0 +1,65 @@
+"""Which requests may reach the engine.
+
+One token id outside the vocabulary kills vLLM for everybody, and most of its other checks are bypassed on the
+fast path, so a request is checked here, alone, before the engine sees it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from forgelite.types import Failure, GroupRequest, SamplingParams
+
+REJECTED = "rejected"  # the reason of a failure that means: the request was refused and nothing was sampled
+
+_MAX_TEMPERATURE = 2.0  # vLLM's own limit
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Limits:
+    """What an engine can take.
+
+    Example: `Limits(vocab_size=128, max_model_len=512)`.
+    """
+
+    vocab_size: int  # valid token ids are [0, vocab_size)
+    max_model_len: int  # prompt and completion together, in tokens
+
+
+def rejection(request: GroupRequest, limits: Limits) -> Failure | None:
+    """Why a request cannot be served, or None when it can."""
+    fault = _prompt_fault(request, limits) or _sampling_fault(request.sampling)
+    if fault is None and request.n < 1:
+        fault = f"n={request.n}: a group has at least one member"
+    if fault is None:
+        return None
+    return Failure(reason=REJECTED, message=f"request {request.request_id}: {fault}")
+
+
+def _prompt_fault(request: GroupRequest, limits: Limits) -> str | None:
+    ids, max_tokens = request.prompt_ids, request.sampling.max_tokens
+    if not ids:
+        return "the prompt is empty"
+    if min(ids) < 0 or max(ids) >= limits.vocab_size:
+        bad = next(i for i in ids if not 0 <= i < limits.vocab_size)
+        return f"prompt token {bad} is outside the vocabulary of {limits.vocab_size}"
+    if len(ids) + max_tokens > limits.max_model_len:
+        return (
+            f"{len(ids)} prompt tokens and max_tokens={max_tokens} exceed the engine's limit of "
+            f"{limits.max_model_len}: shorten them or raise policy.engine.max_model_len"
+        )
+    return None
+
+
+def _sampling_fault(sampling: SamplingParams) -> str | None:
+    if sampling.max_tokens < 1:
+        return f"max_tokens={sampling.max_tokens} must be at least 1"
+    if not 0.0 <= sampling.temperature <= _MAX_TEMPERATURE:
+        return f"temperature={sampling.temperature} is outside [0, {_MAX_TEMPERATURE}]"
+    if not 0.0 < sampling.top_p <= 1.0:
+        return f"top_p={sampling.top_p} is outside (0, 1]"
+    if sampling.top_k < 0:
+        return f"top_k={sampling.top_k} is negative; 0 switches it off"
+    if not 0.0 <= sampling.min_p <= 1.0:
+        return f"min_p={sampling.min_p} is outside [0, 1]"
+    return None

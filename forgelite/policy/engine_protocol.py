@@ -1,0 +1,117 @@
+"""What the engine loop needs of an engine, and what it tells of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from forgelite.policy.admission import Limits
+from forgelite.policy.groups import GroupResult
+from forgelite.types import SamplingParams
+
+if TYPE_CHECKING:
+    import torch
+
+
+ENGINE_DEAD = "engine_dead"  # the reason of a failure that means: the engine serves nobody any more
+
+
+class Sampled(NamedTuple):
+    """What one step gave one sequence. A tuple, because there is one for every sequence and step."""
+
+    sequence_id: str
+    token_ids: list[int]  # [n], nearly always one
+    logprobs: list[float]  # [n], of the distribution really sampled from
+    finish_reason: str | None  # vLLM's word: stop, length, error, repetition; None: the sequence goes on
+
+
+class Engine(Protocol):
+    """An engine that samples one step at a time. All calls come from one thread."""
+
+    limits: Limits
+
+    def add(
+        self,
+        sequence_ids: Iterable[str],
+        prompt_ids: Iterable[int],
+        sampling: SamplingParams,
+        seeds: Iterable[int],
+        cache_salt: str,
+    ) -> None:
+        """Queue one sequence per id, all with the same prompt.
+
+        Args:
+            sequence_ids: unique among the unfinished ones.
+            prompt_ids: within `limits`.
+            sampling: for all of them; its own seed is not looked at.
+            seeds: one per sequence.
+            cache_salt: sequences share cached prefixes only with those of the same salt.
+
+        Raises:
+            ValueError: the sampling parameters are refused; nothing was queued.
+        """
+
+    def abort(self, sequence_ids: Iterable[str]) -> None:
+        """Drop sequences. Nothing more is emitted for them after this step; unknown ids are ignored."""
+
+    def step(self) -> Iterable[Sampled]:
+        """One forward pass over what is scheduled. Nothing is in flight when it is exhausted."""
+
+    def queue_lengths(self) -> tuple[int, int]:
+        """How many sequences are being computed, and how many wait for a place."""
+
+    def load_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Write a complete set of weights, by checkpoint name.
+
+        Raises:
+            WeightMismatch: the set does not fit; nothing was written. After any other error the weights are
+                undefined.
+        """
+
+    def drop_kv(self) -> None:
+        """Forget every cached key and value; unfinished sequences are prefilled again from their tokens."""
+
+    def close(self) -> None:
+        """Free the engine."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class EngineStats:
+    """Counters since the start, and the state after the last step.
+
+    Example: `EngineStats(version=3, alive_s=20.0, busy_s=12.5, steps=900, generated_tokens=40000,
+    running=128, waiting=16)`: 62 % busy.
+    """
+
+    version: int
+    alive_s: float
+    busy_s: float  # all time but the waiting for a command
+    steps: int
+    generated_tokens: int
+    running: int  # sequences
+    waiting: int  # sequences
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class UpdateReport:
+    """What an update cost.
+
+    Example: `UpdateReport(version=4, queued_s=0.006, paused_s=0.002, recomputed=128)`.
+    """
+
+    version: int  # that the engine computes with now
+    queued_s: float  # waited for the step in progress
+    paused_s: float  # no token was sampled in this time
+    recomputed: int  # unfinished sequences whose KV cache was dropped
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Collected:
+    """What a policy has finished since it was last asked.
+
+    Example: `Collected(results=[GroupResult(request_id="g12", outcome=completions)], stats=stats)`.
+    """
+
+    results: list[GroupResult]  # empty: nothing within the time that was given
+    stats: EngineStats

@@ -1,0 +1,188 @@
+"""What is read and checked before any actor starts, so that a wrong input costs a second and not a minute."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from forgelite.config import DataConfig, GRPOConfig, MetricsConfig, ModelConfig, RewardConfig, SFTConfig, to_yaml
+from forgelite.errors import ConfigError
+from forgelite.observe.progress import make_progress
+from forgelite.observe.recorder import Recorder, claim_folder
+from forgelite.rollout.dataset import PromptStream, import_object, load_rows
+from forgelite.rollout.demonstration import demonstration
+from forgelite.rollout.environment import EnvironmentFactory, SingleTurn
+from forgelite.rollout.episode import Generator, Rollout, derive_seed
+from forgelite.rollout.tokenizer import Tokenizer, load_tokenizer, prompt_maker, read_vocab_size
+from forgelite.types import Prompt, SamplingParams, Trajectory
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Inputs:
+    """What a GRPO run is made of, apart from its stations. Example: `inputs = prepare(config)`."""
+
+    tokenizer: Tokenizer
+    prompts: PromptStream
+    held_out: Sequence[Prompt]  # empty: no evaluation
+    sampling: SamplingParams
+    environment: EnvironmentFactory
+
+
+def prepare(config: GRPOConfig) -> Inputs:
+    """Read the tokenizer and the data, and find the user's code.
+
+    Raises:
+        ConfigError: a folder, a file or a function is missing, a dataset is empty, the tokenizer does not fit the
+            model. The message names the key.
+    """
+    _find_rewards(config.reward)
+    tokenizer = open_tokenizer(config.model)
+    to_prompt = prompt_maker(tokenizer, config.data.prompt)
+    rows = load_rows(config.data.train, config.data.train_args, "data.train")
+    to_prompt("0", rows[0])  # a wrong column shows here
+    return Inputs(
+        tokenizer=tokenizer,
+        prompts=PromptStream(
+            rows,
+            to_prompt=to_prompt,
+            seed=derive_seed(config.run.seed, "prompts"),
+            shuffle=config.data.shuffle,
+        ),
+        held_out=_held_out(config.data, config.eval.max_prompts, tokenizer),
+        sampling=_sampling(config, tokenizer),
+        environment=(
+            import_object(config.rollout.environment, "rollout.environment")
+            if config.rollout.environment
+            else SingleTurn
+        ),
+    )
+
+
+def open_tokenizer(model: ModelConfig) -> Tokenizer:
+    """The tokenizer of `model`, checked against the model's vocabulary."""
+    folder = model.path and Path(model.path)
+    if folder is not None and not folder.is_dir():
+        raise ConfigError(f"model.path: there is no folder {folder}")
+    vocab_size = read_vocab_size(folder) if folder is not None else None
+    return load_tokenizer(model.tokenizer or model.path, vocab_size)
+
+
+def open_recorder(
+    folder: str, config: BaseModel, metrics: MetricsConfig, *, steps: int, resume: bool = False
+) -> Recorder:
+    """Claim the run folder and open everything that is written there.
+
+    Args:
+        folder: `run.dir`.
+        config: the whole configuration.
+        metrics: its section about metrics.
+        steps: of the whole run, for the display.
+        resume: go on in a folder that an earlier run has left.
+    """
+    path = Path(folder)
+    moved = claim_folder(path, resume=resume)
+    recorder = Recorder(
+        path,
+        config_yaml=to_yaml(config),
+        config=config.model_dump(),
+        progress=make_progress(metrics.progress, steps, folder),
+        tensorboard=metrics.tensorboard,
+        wandb=metrics.wandb,
+        rollouts_per_step=metrics.rollouts_per_step,
+    )
+    if moved is not None:
+        recorder.on_phase(f"an earlier run was in {path}; it is in {moved} now")
+    return recorder
+
+
+def make_rollout(config: GRPOConfig, inputs: Inputs, generator: Generator, *, greedy: bool = False) -> Rollout:
+    """How the prompts of this run are rolled out.
+
+    Args:
+        config, inputs: of the run.
+        generator: the policy.
+        greedy: take the likeliest token at every place (held-out evaluation).
+    """
+    sampling = inputs.sampling
+    if greedy:
+        sampling = SamplingParams(
+            max_tokens=sampling.max_tokens, temperature=0.0, stop_token_ids=sampling.stop_token_ids
+        )
+    return Rollout(
+        generator=generator,
+        tokenizer=inputs.tokenizer,
+        sampling=sampling,
+        seed=config.run.seed,
+        max_tokens=config.trainer.training.seq_len,
+        environment=inputs.environment,
+        max_turns=config.rollout.max_turns,
+        timeout_s=config.rollout.timeout_s,
+    )
+
+
+def _sampling(config: GRPOConfig, tokenizer: Tokenizer) -> SamplingParams:
+    wanted = config.policy.sampling
+    stop = wanted.stop_token_ids
+    if stop is None:
+        if tokenizer.eos_token_id is None:
+            raise ConfigError("policy.sampling.stop_token_ids: the tokenizer has no end-of-sequence token; give one")
+        stop = [tokenizer.eos_token_id]
+    return SamplingParams(
+        max_tokens=wanted.max_tokens,
+        temperature=wanted.temperature,
+        top_p=wanted.top_p,
+        top_k=wanted.top_k,
+        min_p=wanted.min_p,
+        stop_token_ids=tuple(stop),
+    )
+
+
+def _held_out(data: DataConfig, most: int | None, tokenizer: Tokenizer) -> list[Prompt]:
+    if data.eval is None:
+        return []
+    to_prompt = prompt_maker(tokenizer, data.prompt)
+    rows = load_rows(data.eval, data.eval_args, "data.eval")[:most]
+    return [to_prompt(str(i), row) for i, row in enumerate(rows)]
+
+
+def _find_rewards(reward: RewardConfig) -> None:
+    """Rewards are imported in their own process; here their modules are only looked for."""
+    for number, function in enumerate(reward.functions):
+        module, colon, name = function.path.partition(":")
+        key = f"reward.functions.{number}.path"
+        if not colon or not module or not name:
+            raise ConfigError(f"{key}: {function.path!r} is not of the form package.module:function")
+        try:
+            found = importlib.util.find_spec(module)
+        except ImportError as error:
+            raise ConfigError(f"{key}: cannot import {module}: {error}") from error
+        if found is None:
+            raise ConfigError(f"{key}: there is no module {module}")
+
+
+def prepare_demonstrations(config: SFTConfig) -> tuple[Iterator[Trajectory], list[Trajectory]]:
+    """Read what `apps.sft` trains on and is evaluated on.
+
+    Returns:
+        An endless stream of demonstrations, and the held-out ones (empty: no evaluation).
+
+    Raises:
+        ConfigError: as `prepare`; also when a demonstration does not fit `trainer.training.seq_len`.
+    """
+    tokenizer, data = open_tokenizer(config.model), config.data
+    to_prompt = prompt_maker(tokenizer, data.prompt)
+    to_trajectory = partial(
+        demonstration, tokenizer=tokenizer, column=data.answer, max_tokens=config.trainer.training.seq_len
+    )
+    stream = PromptStream(
+        load_rows(data.train, data.train_args, "data.train"),
+        to_prompt=to_prompt,
+        seed=derive_seed(config.run.seed, "prompts"),
+        shuffle=data.shuffle,
+    )
+    return map(to_trajectory, stream), [to_trajectory(p) for p in _held_out(data, config.eval.max_prompts, tokenizer)]

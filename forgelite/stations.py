@@ -1,0 +1,152 @@
+"""The stations as the controller talks to them: plain awaitables with deadlines, no actors in sight.
+
+Tensors do not travel by RPC: batches and log-probabilities go as bytes (`wire`), weights through the store.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from forgelite.buffer.packing import pack, unpack
+from forgelite.loop import Usage
+from forgelite.mesh.processes import Station
+from forgelite.policy.client import PolicyClient
+from forgelite.scoring.coalesce import Coalescer
+from forgelite.scoring.reward import RewardSample
+from forgelite.scoring.reward_actor import ScoringReply
+from forgelite.types import Completion, GroupRequest, StepResult, TrainingBatch, Trajectory
+from forgelite.weights.manifest import Manifest
+from forgelite.wire import decode_tensors, encode_batch
+
+
+class TrainerHandle:
+    """The trainer, one process or many: every call goes to all of them, the first one's answer counts."""
+
+    def __init__(self, station: Station, *, timeout_s: float, publish_timeout_s: float = 120.0) -> None:
+        """Args:
+        station: of `TrainerActor`s.
+        timeout_s: deadline of one call, in seconds (`mesh.call_timeout_s`).
+        publish_timeout_s: deadline of one publication, in seconds (`weights.timeout_s`).
+        """
+        self._station = station
+        self._timeout_s = timeout_s
+        self._publish_timeout_s = publish_timeout_s
+        self.manifest: Manifest | None = None  # of the last published version
+
+    async def train_step(self, batch: TrainingBatch) -> StepResult:
+        """One optimizer step. Raises TrainingDiverged when the loss is not finite."""
+        return await self._call("train_step", encode_batch(batch))
+
+    async def evaluate(self, batch: TrainingBatch) -> float:
+        """The mean negative log-probability of the trained tokens of `batch`."""
+        return await self._call("evaluate", encode_batch(batch))
+
+    async def publish(self) -> Mapping[str, Any]:
+        """Publish the current weights under their version; returns `sync/publish_s` and `sync/bytes`."""
+        start = time.monotonic()
+        self.manifest = await self._call("publish", seconds=self._publish_timeout_s)
+        return {"sync/publish_s": time.monotonic() - start, "sync/bytes": self.manifest.nbytes}
+
+    async def version(self) -> int:
+        """Completed optimizer steps."""
+        return await self._call("version")
+
+    async def save(self, folder: str) -> None:
+        """Write the full state to `folder`."""
+        await self._call("save", folder)
+
+    async def load(self, folder: str) -> int:
+        """Take over a state that `save` wrote; returns its version."""
+        return await self._call("load", folder)
+
+    async def save_hf(self, folder: str) -> None:
+        """Write a Hugging Face folder that transformers and vLLM can load."""
+        await self._call("save_hf", folder)
+
+    async def close(self) -> None:
+        """Let go of shared memory and of the process group."""
+        await self._call("close", seconds=min(self._timeout_s, 10.0))
+
+    async def _call(self, endpoint: str, *arguments: Any, seconds: float | None = None) -> Any:
+        call = getattr(self._station.actor, endpoint).call(*arguments)
+        answers = await self._station.call(call, seconds or self._timeout_s, endpoint)
+        return next(value for _, value in answers)
+
+
+class PolicyHandle:
+    """The policy: generation through its client, updates from what the trainer published last."""
+
+    def __init__(self, client: PolicyClient, trainer: TrainerHandle, *, keep_kv: bool) -> None:
+        """Args:
+        client: to the policy's process.
+        trainer: its last manifest says where a version lies.
+        keep_kv: `policy.update.kv` is `keep`.
+        """
+        self._client = client
+        self._trainer = trainer
+        self._keep_kv = keep_kv
+
+    async def generate_group(self, request: GroupRequest) -> list[Completion]:
+        """See `PolicyClient.generate_group`."""
+        return await self._client.generate_group(request)
+
+    async def update_weights(self, version: int) -> Mapping[str, Any]:
+        """Take a published version; returns `sync/fetch_s` (the whole update) and `sync/pause_s` (no sampling)."""
+        start = time.monotonic()
+        manifest = self._trainer.manifest
+        report = await self._client.update_weights(
+            version, manifest if manifest and manifest.version == version else None, keep_kv=self._keep_kv
+        )
+        return {"sync/fetch_s": time.monotonic() - start, "sync/pause_s": report.paused_s}
+
+    async def version(self) -> int:
+        """The version that the engine computes with."""
+        return await self._client.version()
+
+    def usage(self) -> Usage:
+        """As of the engine's last answer."""
+        stats = self._client.stats
+        return Usage() if stats is None else Usage(busy_s=stats.busy_s, generated_tokens=stats.generated_tokens)
+
+
+class ReferenceHandle:
+    """The frozen starting model; groups that arrive together are computed together."""
+
+    def __init__(self, station: Station, *, row_length: int, timeout_s: float) -> None:
+        """Args:
+        station: of one `ReferenceActor`.
+        row_length: tokens in a packed row.
+        timeout_s: deadline of one call, in seconds (`mesh.call_timeout_s`).
+        """
+        self._station = station
+        self._row_length = row_length
+        self._timeout_s = timeout_s
+        self._coalescer: Coalescer[Trajectory, list[float]] = Coalescer(self._compute, max_calls=1)
+
+    async def logprobs(self, trajectories: Sequence[Trajectory]) -> Sequence[list[float]]:
+        """For each trajectory the [T] log-probabilities of its trained tokens, 0 elsewhere."""
+        return await self._coalescer.submit(trajectories)
+
+    async def _compute(self, trajectories: Sequence[Trajectory]) -> Sequence[list[float]]:
+        batch = pack(trajectories, self._row_length)
+        call = self._station.actor.logprobs.call_one(encode_batch(batch))
+        (values,) = decode_tensors(await self._station.call(call, self._timeout_s, "logprobs"))
+        return unpack(values, batch, len(trajectories))
+
+
+class RewardHandle:
+    """One reward process; `RewardClient` replaces it when it is beyond use."""
+
+    def __init__(self, station: Station, *, stop: Callable[[Station], Awaitable[None]]) -> None:
+        self._station = station
+        self._stop = stop
+
+    async def score(self, samples: Sequence[RewardSample]) -> ScoringReply:
+        """Score samples. The client sets the deadline, which depends on how many there are."""
+        return await self._station.answer(self._station.actor.score.call_one(list(samples)))
+
+    async def stop(self) -> None:
+        """End the process, also one that hangs."""
+        await self._stop(self._station)

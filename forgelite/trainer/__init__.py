@@ -1,0 +1,1 @@
+"""Optimizer steps on torchtitan models: the only place where weights change and versions are counted."""

@@ -1,0 +1,228 @@
+"""The trainer without actors: one optimizer step after the other, each of them a version.
+
+batch -> microbatches of rows -> log-probabilities -> loss share -> backward
+      -> totals over ranks -> gradient norm -> [finite?] -> AdamW -> schedule -> version + 1
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from forgelite.config.loss import LossConfig
+from forgelite.config.trainer import TrainerConfig
+from forgelite.errors import ConfigError, TrainingDiverged
+from forgelite.losses import LOSSES, LossInputs, cross_entropy_loss
+from forgelite.model.device import prepare_torchtitan
+from forgelite.trainer.metrics import step_metrics
+from forgelite.trainer.ranks import Rank, microbatches, total
+from forgelite.types import StepResult, TrainingBatch
+
+if TYPE_CHECKING:
+    from forgelite.config.schema import ModelConfig
+    from forgelite.losses import Loss, LossOutput
+    from forgelite.trainer.assembly import Parts
+
+
+class Trainer:
+    """Model, optimizer and version of one trainer process. Made by `Trainer.build`.
+
+    With several processes every method but `version` is a collective: all ranks call it, with the same arguments.
+    """
+
+    def __init__(
+        self, parts: Parts, config: TrainerConfig, loss: LossConfig, rank: Rank | None, temperature: float
+    ):
+        self._parts = parts
+        self._config = config
+        self._loss = loss
+        self._rank = rank
+        self._temperature = temperature
+        self._version = 0
+
+    @classmethod
+    def build(
+        cls,
+        model: ModelConfig,
+        config: TrainerConfig,
+        loss: LossConfig,
+        *,
+        steps: int,
+        seed: int = 0,
+        temperature: float = 1.0,
+        rank: Rank | None = None,
+    ) -> Trainer:
+        """Load or initialise the model and build its optimizer.
+
+        Args:
+            model: Which model.
+            config: `trainer.*`.
+            loss: `loss.*`.
+            steps: Optimizer steps of the run, for a learning-rate schedule that decays.
+            seed: Of random starting weights.
+            temperature: At which the policy samples; the logits are divided by it.
+            rank: This process among several; None: it is the only one.
+
+        Raises:
+            ConfigError: something that was asked for is not supported or does not fit.
+        """
+        device = prepare_torchtitan()
+        # Imports torchtitan, which reads its device at that moment.
+        from forgelite.trainer.assembly import assemble
+
+        parts = assemble(model, config, steps=steps, seed=seed, device=device, rank=rank)
+        return cls(parts, config, loss, rank, temperature)
+
+    @property
+    def version(self) -> int:
+        """Completed optimizer steps."""
+        return self._version
+
+    @property
+    def is_first_rank(self) -> bool:
+        """Whether this process is the one that writes."""
+        return self._rank is None or self._rank.rank == 0
+
+    def train_step(self, batch: TrainingBatch) -> StepResult:
+        """One optimizer step on a batch.
+
+        Args:
+            batch: Packed rows on the CPU, the whole batch on every rank.
+
+        Raises:
+            ValueError: the batch has no trained token, or its rows are longer than `trainer.training.seq_len`.
+            ConfigError: the learning-rate schedule has ended.
+            TrainingDiverged: the loss or the gradient norm is not finite. Weights, optimizer, schedule and
+                version are as before.
+        """
+        started = time.perf_counter()
+        parts = self._parts
+        tokens = self._check(batch)
+        if parts.last_step is not None and self._version >= parts.last_step:
+            raise ConfigError(
+                f"the learning-rate schedule ended at step {parts.last_step}: raise "
+                f"trainer.lr_scheduler.total_steps (or loop.steps)"
+            )
+        totals = self._accumulate(batch, LOSSES[self._loss.name], tokens, with_gradient=True)
+        norm = parts.clip_gradients(self._config.training.max_norm)
+        if not (math.isfinite(norm) and math.isfinite(totals["sum/loss"])):
+            parts.optimizers.zero_grad()
+            raise TrainingDiverged(
+                f"step {self._version + 1}: the loss is {totals['sum/loss']}, the gradient norm {norm}; "
+                f"the weights are still those of version {self._version}"
+            )
+        rate = parts.schedulers.schedulers[0].get_last_lr()[0]
+        parts.optimizers.step()
+        parts.optimizers.zero_grad()
+        parts.schedulers.step()
+        self._version += 1
+        metrics = step_metrics(totals, tokens) | {
+            "loss/grad_norm": norm,
+            "trainer/lr": rate,
+            "time/train_s": time.perf_counter() - started,
+        }
+        return StepResult(version=self._version, metrics=metrics)
+
+    def evaluate(self, batch: TrainingBatch) -> float:
+        """The mean negative log-probability of the trained tokens of a batch. Changes nothing.
+
+        Raises:
+            ValueError: as for `train_step`.
+        """
+        tokens = self._check(batch)
+        with torch.no_grad():
+            return self._accumulate(batch, cross_entropy_loss, tokens, with_gradient=False)["sum/loss"]
+
+    def export_hf(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The weights by Hugging Face name, one whole tensor at a time.
+
+        Every rank draws to the end. The tensors may share memory with the model: copy what outlives the next step.
+        """
+        from forgelite.model.hf import export_hf
+
+        return export_hf(self._parts.model, self._parts.definition.spec)
+
+    def save_hf(self, folder: str | Path) -> None:
+        """Write a Hugging Face folder: weights, config.json, and the tokenizer of the starting model."""
+        from forgelite.model.hf import write_hf_folder
+
+        tensors = self.export_hf()
+        if self.is_first_rank:
+            write_hf_folder(Path(folder), self._parts.definition, tensors)
+        else:
+            for _ in tensors:  # takes part in gathering, keeps nothing
+                pass
+
+    def save(self, folder: str | Path) -> None:
+        """Write the full state, from which `load` continues bit for bit."""
+        from forgelite.trainer.checkpoint import save_state
+
+        save_state(self._parts, self._version, Path(folder))
+
+    def load(self, folder: str | Path) -> None:
+        """Take over the state that `save` wrote.
+
+        Raises:
+            FileNotFoundError: there is none.
+        """
+        from forgelite.trainer.checkpoint import load_state
+
+        self._version = load_state(self._parts, Path(folder))
+
+    def close(self) -> None:
+        """Leave the process group, if there is one. The trainer cannot be used afterwards."""
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+    def _check(self, batch: TrainingBatch) -> int:
+        length, limit = batch.token_ids.shape[1], self._config.training.seq_len
+        if length > limit:
+            raise ValueError(f"the batch has rows of {length} tokens, trainer.training.seq_len={limit}")
+        tokens = batch.trained_tokens
+        if tokens == 0:
+            raise ValueError("the batch has no trained token: there is nothing to learn from it")
+        return tokens
+
+    def _accumulate(
+        self, batch: TrainingBatch, loss: Loss, tokens: int, *, with_gradient: bool
+    ) -> dict[str, float]:
+        sums: dict[str, torch.Tensor] = {}
+        maxima: dict[str, torch.Tensor] = {}
+        for part in microbatches(batch, self._parts.share, self._config.training.local_batch_size):
+            output = self._loss_share(part, loss, tokens)
+            if with_gradient:
+                output.loss.backward()
+            for name, value in {"loss": output.loss.detach(), **output.sums}.items():
+                sums[name] = sums[name] + value if name in sums else value
+            for name, value in output.maxima.items():
+                maxima[name] = torch.maximum(maxima[name], value) if name in maxima else value
+        return total(self._parts.share, sums, maxima)
+
+    def _loss_share(self, part: TrainingBatch, loss: Loss, tokens: int) -> LossOutput:
+        from forgelite.model.forward import score_tokens
+        from forgelite.trainer.assembly import precision
+
+        device = self._parts.device
+        with precision(self._config, device, self._rank):
+            scores = score_tokens(
+                self._parts.model, part, temperature=self._temperature, with_entropy=True, device=device
+            )
+        reference = part.reference_logprobs
+        inputs = LossInputs(
+            logprobs=scores.logprobs,
+            entropy=scores.entropy,
+            behaviour_logprobs=part.logprobs.to(device),
+            advantages=part.advantages.to(device),
+            mask=part.loss_mask.to(device),
+            versions=part.versions.to(device),
+            sequence_ids=part.sequence_ids.to(device),
+            reference_logprobs=None if reference is None else reference.to(device),
+        )
+        output = loss(inputs, self._loss, denominator=tokens, trainer_version=self._version)
+        output.sums["entropy"] = scores.entropy.sum()
+        return output

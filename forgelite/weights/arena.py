@@ -1,0 +1,298 @@
+"""The shared-memory arena: one writer, any number of readers, a few slots that are used again and again.
+
+    writer   exclusive lease on the oldest slot -> begin = v -> copy -> end = v (commit) -> lease back
+    reader   find the slot with begin == end == v -> shared lease -> look again -> read -> lease back
+
+The lease of slot s is a lock on byte 1 + s of the file. Because the writer never writes without it, a version
+cannot change under a reader, and because the kernel drops the lock of a dead process, neither end can block
+the other by dying. With `retain + 1` slots the last `retain` versions stay whole while the next is written.
+
+Taking a lock in the kernel also orders memory: what a writer stored before it gave its lease back is seen by
+a reader that took its lease after that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Self
+
+import numpy
+import torch
+
+from forgelite.errors import VersionUnavailable, WeightError, WeightMismatch
+from forgelite.weights import arena_layout, locks, segment
+from forgelite.weights.arena_layout import ArenaLayout
+from forgelite.weights.fingerprint import fingerprint_of
+from forgelite.weights.manifest import Manifest, check_tensors, memory_of
+
+
+class ArenaWriter:
+    """The owner of a segment. Methods may be called from any thread; writes exclude one another."""
+
+    def __init__(self, *, descriptor: int, path: Path, layout: ArenaLayout, memory: mmap.mmap) -> None:
+        self.path = path
+        self.layout = layout
+        self._descriptor = descriptor
+        self._header = arena_layout.words(memoryview(memory))
+        data = torch.frombuffer(memory, dtype=torch.uint8)
+        self._slots = [arena_layout.slot_views(layout, data, slot) for slot in range(layout.slots)]
+        self._mutex = threading.Lock()
+        self._closed = False
+
+    @classmethod
+    def create(
+        cls,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        folder: Path,
+        run_id: str,
+        slots: int,
+        fingerprinted: bool,
+    ) -> Self:
+        """Make a segment for versions that look like `tensors`; nothing is published yet.
+
+        Args:
+            tensors: name -> plain strided tensor. Its names, shapes, dtypes and ties hold for every version.
+            folder: a folder on a memory file system.
+            run_id: becomes part of the file name.
+            slots: versions kept whole while another is written, plus one.
+            fingerprinted: whether every version is written with its fingerprint.
+
+        Raises:
+            WeightError: there is not enough memory in `folder`.
+            WeightMismatch: a tensor is no plain strided one.
+            ValueError: `slots` or `run_id` is out of range.
+        """
+        layout = arena_layout.plan(tensors, slots=slots, fingerprinted=fingerprinted)
+        descriptor, path = segment.create(folder, run_id)
+        try:
+            segment.reserve(descriptor, layout.total_bytes, folder)
+            # populated, because a page fault for every 4 KiB would cost more than the first copy
+            memory = mmap.mmap(descriptor, layout.total_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            arena_layout.write_header(layout, memoryview(memory))
+            path = segment.show(path)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            os.close(descriptor)
+            raise
+        return cls(descriptor=descriptor, path=path, layout=layout, memory=memory)
+
+    def write(self, version: int, tensors: Mapping[str, torch.Tensor], *, timeout_s: float) -> Manifest:
+        """Copy `tensors` into the oldest slot and commit them as `version`.
+
+        Args:
+            version: must be larger than every committed one.
+            tensors: name -> tensor, as described at creation; not to be changed until this returns.
+            timeout_s: how long to wait for readers of the version that lies in the slot, in seconds.
+
+        Raises:
+            ValueError: `version` is negative.
+            WeightError: `version` does not rise, the slot is still leased, or the arena is closed.
+            WeightMismatch: names, shapes, dtypes or ties differ from those at creation.
+        """
+        if version < 0:
+            raise ValueError(f"a version counts optimizer steps and cannot be {version}")
+        with self._mutex:
+            self._check_open()
+            latest = max(self.versions(), default=-1)
+            if version <= latest:
+                raise WeightError(
+                    f"cannot publish version {version} after version {latest}: versions must rise"
+                )
+            check_tensors(self.layout.infos, tensors, owner=f"the arena {self.path.name}")
+            self._check_ties(tensors)
+            slot = min(range(self.layout.slots), key=self._age_order)
+            with self._writing_lease(slot, timeout_s):
+                self._header[arena_layout.begin_word(slot)] = version
+                self._copy(tensors, self._slots[slot])
+                written = fingerprint_of(self._slots[slot]) if self.layout.fingerprinted else None
+                self._header[arena_layout.fingerprint_word(slot)] = int(written, 16) if written else 0
+                self._header[arena_layout.end_word(slot)] = version
+        return manifest_of(self.layout, self.path, version, written)
+
+    def versions(self) -> list[int]:
+        """The versions that are whole, oldest first; WeightError when the arena is closed."""
+        self._check_open()
+        return arena_layout.whole_versions(self._header, self.layout.slots)
+
+    def close(self) -> None:
+        """Remove the segment. Readers keep what they have mapped. May be called twice."""
+        with self._mutex:
+            if self._closed:
+                return
+            self._closed = True
+            self.path.unlink(missing_ok=True)
+            # The mapping holds a duplicate of the descriptor, and may live on in a view.
+            locks.unlock(self._descriptor, segment.OWNER_BYTE)
+            os.close(self._descriptor)
+            self._slots.clear()
+            self._header.release()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise WeightError(f"the arena {self.path.name} is closed")
+
+    def _check_ties(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        first: dict[int, str] = {}
+        for entry in self.layout.entries:
+            if entry.nbytes == 0:  # has no place of its own
+                continue
+            name = entry.info.name
+            tied = first.setdefault(entry.offset, name)
+            if memory_of(tensors[tied]) != memory_of(tensors[name]):
+                raise WeightMismatch(
+                    f"{name} and {tied} shared their memory in the first version and do not any more; "
+                    f"publish them tied every time, or as separate tensors from the start"
+                )
+
+    def _age_order(self, slot: int) -> int:
+        version = arena_layout.version_in(self._header, slot)
+        return -1 if version is None else version
+
+    @torch.inference_mode()
+    def _copy(self, source: Mapping[str, torch.Tensor], slot: Mapping[str, torch.Tensor]) -> None:
+        copied: set[tuple[int, int]] = set()
+        for entry in self.layout.entries:
+            if entry.place not in copied:  # tied tensors once
+                slot[entry.info.name].copy_(source[entry.info.name])
+                copied.add(entry.place)
+
+    @contextlib.contextmanager
+    def _writing_lease(self, slot: int, timeout_s: float) -> Iterator[None]:
+        deadline = time.monotonic() + timeout_s
+        pause_s = 1e-4
+        while not locks.try_lock(self._descriptor, 1 + slot, exclusive=True):
+            if time.monotonic() > deadline:
+                held = arena_layout.version_in(self._header, slot)
+                readers = locks.holders(self._descriptor, 1 + slot)
+                raise WeightError(
+                    f"slot {slot} still holds version {held} under a lease of process {readers} after "
+                    f"{timeout_s} s; end the lease sooner, or raise weights.retain or weights.timeout_s"
+                )
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 5e-3)
+        try:
+            yield
+        finally:
+            locks.unlock(self._descriptor, 1 + slot)
+
+
+class ArenaReader:
+    """A read-only mapping of a segment."""
+
+    def __init__(self, path: Path) -> None:
+        """Map the segment at `path`.
+
+        Raises:
+            FileNotFoundError: its owner has removed it.
+            WeightError: it is no segment.
+        """
+        self.path = path
+        self._descriptor = os.open(path, os.O_RDONLY)
+        try:
+            size = os.fstat(self._descriptor).st_size
+            if not size:
+                raise WeightError(f"{path} is empty")
+            memory = mmap.mmap(
+                self._descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ
+            )
+            self.layout = arena_layout.read_header(memoryview(memory), str(path))
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+        self._header = arena_layout.words(memoryview(memory))
+        self._data = _as_tensor(memory)
+        self._views: dict[int, Mapping[str, torch.Tensor]] = {}
+        self._mutex = threading.Lock()
+        self._closed = False
+
+    def owner_is_alive(self) -> bool:
+        """Whether the publisher of this segment still runs and has not closed it."""
+        with self._mutex:
+            return not self._closed and segment.owner_is_alive(self._descriptor)
+
+    def versions(self) -> list[int]:
+        """The versions that are whole at this moment, oldest first."""
+        return arena_layout.whole_versions(self._header, self.layout.slots)
+
+    @contextlib.contextmanager
+    def lease(self, version: int) -> Iterator[tuple[Manifest, Mapping[str, torch.Tensor]]]:
+        """Keep `version` from being overwritten inside the block.
+
+        Yields:
+            The manifest, and name -> view into shared memory. The pages are mapped read-only: writing to a
+            view kills the process. After the block the views may change.
+
+        Raises:
+            VersionUnavailable: this segment does not hold `version`, or it is being overwritten.
+        """
+        slot = self._slot_of(version)
+        descriptor = self._open_again()
+        try:
+            if not locks.try_lock(descriptor, 1 + slot, exclusive=False) or self._slot_of(version) != slot:
+                raise self._unavailable(version)
+            number = self._header[arena_layout.fingerprint_word(slot)]
+            written = f"{number:016x}" if self.layout.fingerprinted else None
+            yield manifest_of(self.layout, self.path, version, written), self._views_of(slot)
+        finally:
+            os.close(descriptor)
+
+    def close(self) -> None:
+        """Give the descriptor back. The mapping goes when the last view is gone. May be called twice."""
+        with self._mutex:
+            if not self._closed:
+                self._closed = True
+                os.close(self._descriptor)
+
+    def _open_again(self) -> int:
+        # Two leases of one descriptor would be one lock. The path may be gone, hence /proc.
+        with self._mutex:
+            if self._closed:
+                raise VersionUnavailable(f"the segment {self.path.name} was let go for a newer one")
+            return os.open(f"/proc/self/fd/{self._descriptor}", os.O_RDONLY)
+
+    def _slot_of(self, version: int) -> int:
+        for slot in range(self.layout.slots):
+            if arena_layout.version_in(self._header, slot) == version:
+                return slot
+        raise self._unavailable(version)
+
+    def _unavailable(self, version: int) -> VersionUnavailable:
+        return VersionUnavailable(
+            f"version {version} is not in {self.path.name}, which holds {self.versions()}; it was never "
+            f"committed, or has been overwritten (weights.retain keeps {self.layout.slots - 1})"
+        )
+
+    def _views_of(self, slot: int) -> Mapping[str, torch.Tensor]:
+        if slot not in self._views:
+            self._views[slot] = MappingProxyType(arena_layout.slot_views(self.layout, self._data, slot))
+        return self._views[slot]
+
+
+def manifest_of(layout: ArenaLayout, path: Path, version: int, written: str | None) -> Manifest:
+    """The manifest of a version in the segment at `path`."""
+    return Manifest(
+        version=version,
+        carrier="shm",
+        segment=str(path),
+        tensors=layout.infos,
+        nbytes=layout.payload_bytes,
+        fingerprint=written,
+    )
+
+
+def _as_tensor(memory: mmap.mmap) -> torch.Tensor:
+    # torch.frombuffer warns of every read-only buffer. A ctypes array at the same address counts as writable;
+    # it keeps the mapping alive, and the pages stay read-only.
+    address = numpy.frombuffer(memory, dtype=numpy.uint8).ctypes.data
+    array = (ctypes.c_ubyte * len(memory)).from_address(address)
+    array.owner = memory
+    return torch.frombuffer(array, dtype=torch.uint8)

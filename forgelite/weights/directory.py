@@ -1,0 +1,154 @@
+"""Where the manifests of published versions are found: the protocol, and its form on torchstore.
+
+torchstore overwrites a key without a commit point, so a version gets a key of its own, and `latest` moves to
+it only when that key is there. The weights themselves stay in the shared-memory segment that the manifest
+names.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Protocol
+
+from forgelite.errors import DeadlineExceeded, VersionUnavailable, WeightError
+from forgelite.weights.manifest import Manifest
+from forgelite.weights.torchstore_compat import load_torchstore
+
+if TYPE_CHECKING:
+    from monarch.actor import ProcMesh
+
+_LATEST = "latest"
+
+
+class Directory(Protocol):
+    """What a WeightStore needs to know about versions that other processes published."""
+
+    async def put_manifest(self, version: int, manifest: Manifest) -> None:
+        """Make `version` known, then make it the latest."""
+
+    async def get(self, version: int) -> Manifest:
+        """The manifest of `version`; raises VersionUnavailable when it is not known."""
+
+    async def latest(self) -> Manifest:
+        """The manifest that was put last; raises VersionUnavailable when there is none."""
+
+    async def drop(self, version: int) -> None:
+        """Forget `version`; nothing happens when it is not known. It must not be the latest."""
+
+
+class TorchstoreDirectory:
+    """A directory in a torchstore that `start_directory` has started; for any process of the same Monarch
+    client."""
+
+    def __init__(self, *, name: str, deadline_s: float = 30.0) -> None:
+        """
+        Args:
+            name: of the store, as given to `start_directory`.
+            deadline_s: for one operation, in seconds.
+        """
+        self._name = name
+        self._deadline_s = deadline_s
+        self._torchstore: ModuleType = load_torchstore()
+
+    async def attach(self) -> None:
+        """Find the store, so that the first publish or fetch need not.
+
+        Raises:
+            WeightError: no store of this name was started.
+        """
+        await self._within_deadline(self._torchstore.client(self._name), "attach")
+
+    async def put_manifest(self, version: int, manifest: Manifest) -> None:
+        """Store the manifest under its own key, then move `latest`."""
+        if version != manifest.version:
+            raise ValueError(f"the manifest of version {manifest.version} was put as version {version}")
+        await self._put(_key(version), manifest)
+        await self._put(_LATEST, manifest)
+
+    async def get(self, version: int) -> Manifest:
+        """The manifest of `version`.
+
+        Raises:
+            VersionUnavailable: it was never put, or is dropped.
+            WeightError: the store cannot be reached.
+        """
+        return await self._get(_key(version), f"version {version} was never announced, or has been dropped")
+
+    async def latest(self) -> Manifest:
+        """The manifest that was put last.
+
+        Raises:
+            VersionUnavailable: there is none yet.
+            WeightError: the store cannot be reached.
+        """
+        return await self._get(_LATEST, "no version has been announced yet")
+
+    async def drop(self, version: int) -> None:
+        """Forget `version`; nothing happens when it is not known."""
+        key = _key(version)
+        call = self._torchstore.delete(key, store_name=self._name)
+        try:
+            await self._within_deadline(call, f"delete {key}")
+        except WeightError as error:
+            if not _is_absence(error):
+                raise
+
+    async def _put(self, key: str, manifest: Manifest) -> None:
+        await self._within_deadline(self._torchstore.put(key, manifest, self._name), f"put {key}")
+
+    async def _get(self, key: str, absent: str) -> Manifest:
+        call = self._torchstore.get(key, store_name=self._name)
+        try:
+            return await self._within_deadline(call, f"get {key}")
+        except WeightError as error:
+            if _is_absence(error):
+                raise VersionUnavailable(absent) from error
+            raise
+
+    async def _within_deadline(self, call: Awaitable[Any], action: str) -> Any:
+        try:
+            return await asyncio.wait_for(call, self._deadline_s)
+        except TimeoutError as error:
+            raise DeadlineExceeded(
+                f"weight directory {self._name}: {action} had no answer within {self._deadline_s} s"
+            ) from error
+        except Exception as error:  # torchstore raises bare asserts, KeyErrors and Monarch's errors alike
+            raise WeightError(f"weight directory {self._name}: {action} failed: {error}") from error
+
+
+async def start_directory(procs: ProcMesh, *, name: str) -> TorchstoreDirectory:
+    """Start the store in an existing process, and return a directory on it.
+
+    Called once, in the root. Other processes make `TorchstoreDirectory(name=name)` themselves.
+
+    Args:
+        procs: a process mesh of one process, which holds the manifests (a few kilobytes each). The directory
+        dies
+            with it, so take one that outlives the stations: the root's own, `monarch.actor.this_proc()`.
+        name: of the store; stores of different names do not see one another.
+
+    Raises:
+        ValueError: `procs` has more than one process.
+    """
+    if procs.size() != 1:
+        raise ValueError(f"the weight directory lives in one process, not in the {procs.size()} of this mesh")
+    torchstore = load_torchstore()
+    await torchstore.initialize(mesh=procs, store_name=name)
+    return TorchstoreDirectory(name=name)
+
+
+async def stop_directory(name: str) -> None:
+    """Empty the store of this name; operations on it fail from now on. Called in the root."""
+    await load_torchstore().shutdown(name)
+
+
+def _is_absence(error: WeightError) -> bool:
+    # torchstore turns a dead store, too, into a KeyError: only its controller's text tells that a key is
+    # absent.
+    return "Unable to locate" in str(error.__cause__)
+
+
+def _key(version: int) -> str:
+    return f"version.{version}"

@@ -1,0 +1,108 @@
+"""The small parts of the policy: seeds, the environment, the schema of a checkpoint."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from forgelite.errors import ConfigError, WeightMismatch
+from forgelite.policy.environment import policy_environment
+from forgelite.policy.seeds import drawn_seed, given_seed
+from forgelite.policy.weights_loading import read_schema
+
+
+@given(seed=st.integers(-(2**63), 2**63 - 1), member=st.integers(0, 1000))
+def test_a_given_seed_is_one_that_torch_takes_and_repeats(seed: int, member: int) -> None:
+    torch.Generator().manual_seed(given_seed(seed, member))
+    assert given_seed(seed, member) == given_seed(seed, member)
+
+
+def test_members_of_groups_with_neighbouring_seeds_share_no_seed() -> None:
+    seeds = {given_seed(seed, member) for seed in range(100) for member in range(16)}
+    assert len(seeds) == 1600
+
+
+def test_a_drawn_seed_depends_on_each_of_its_four_parts() -> None:
+    seeds = {drawn_seed(*parts) for parts in [(0, "a", 0, 0), (1, "a", 0, 0), (0, "b", 0, 0), (0, "a", 1, 0)]}
+    assert len(seeds | {drawn_seed(0, "a", 0, 1)}) == 5
+
+
+def test_the_environment_differs_by_device_and_refuses_an_unknown_one() -> None:
+    assert policy_environment("cpu")["TORCH_COMPILE_DISABLE"] == "1"
+    assert "TORCH_COMPILE_DISABLE" not in policy_environment("cuda")
+    with pytest.raises(ValueError, match="tpu"):
+        policy_environment("tpu")
+
+
+def test_the_client_and_the_loop_import_neither_torch_nor_vllm_nor_monarch() -> None:
+    program = (
+        "import sys, forgelite.policy.client, forgelite.policy.engine_loop, forgelite.policy.environment\n"
+        "print({'torch', 'vllm', 'monarch'} & set(sys.modules))"
+    )
+    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert answer.stdout.strip() == "set()"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    tensors = {"model.embed_tokens.weight": torch.ones(4, 2), "model.norm.weight": torch.ones(2)}
+    save_file({name: tensor.bfloat16() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+def tensors(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    return {
+        "model.embed_tokens.weight": torch.ones(4, 2, dtype=dtype),
+        "model.norm.weight": torch.ones(2, dtype=dtype),
+    }
+
+
+def test_weights_may_come_in_the_dtype_of_the_engine_or_of_the_checkpoint_and_no_other(folder) -> None:
+    schema = read_schema(folder, tied_head=False, engine_dtype=torch.float32)
+    schema.check(tensors(torch.float32))
+    schema.check(tensors(torch.bfloat16))
+    with pytest.raises(WeightMismatch, match="model.norm.weight is torch.float16"):
+        schema.check(tensors(torch.float16))
+
+
+def test_a_tied_head_may_be_sent_along_when_it_is_the_embedding(folder) -> None:
+    schema = read_schema(folder, tied_head=True, engine_dtype=torch.float32)
+    schema.check(tensors())
+    schema.check(tensors() | {"lm_head.weight": torch.ones(4, 2)})
+    with pytest.raises(WeightMismatch, match=r"lm_head.weight differs from model.embed_tokens.weight"):
+        schema.check(tensors() | {"lm_head.weight": torch.zeros(4, 2)})
+
+
+def test_an_untied_model_takes_no_head_that_its_checkpoint_does_not_have(folder) -> None:
+    schema = read_schema(folder, tied_head=False, engine_dtype=torch.float32)
+    with pytest.raises(WeightMismatch, match=r"unexpected: lm_head.weight"):
+        schema.check(tensors() | {"lm_head.weight": torch.ones(4, 2)})
+
+
+def test_all_faults_of_a_set_are_listed_at_once_and_long_lists_are_cut(folder) -> None:
+    schema = read_schema(folder, tied_head=False, engine_dtype=torch.float32)
+    wrong = {f"stranger.{index}": torch.ones(1) for index in range(12)}
+    wrong["model.embed_tokens.weight"] = torch.ones(4, 3)
+    with pytest.raises(WeightMismatch) as raised:
+        schema.check(wrong)
+    message = str(raised.value)
+    assert "missing: model.norm.weight" in message
+    assert "and 4 more" in message
+    assert "model.embed_tokens.weight is (4, 3), not (4, 2)" in message
+
+
+def test_a_folder_without_safetensors_is_a_configuration_error(tmp_path) -> None:
+    with pytest.raises(ConfigError, match=r"holds no \*.safetensors"):
+        read_schema(tmp_path, tied_head=False, engine_dtype=torch.float32)
+
+
+def test_quantised_weights_are_a_configuration_error(tmp_path) -> None:
+    save_file({"w": torch.ones(2, dtype=torch.int8)}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match="not quantised"):
+        read_schema(tmp_path, tied_head=False, engine_dtype=torch.float32)

@@ -30,6 +30,7 @@ def run_app(
     schema: type[C],
     main: Callable[[C], Awaitable[None]],
     *,
+    name: str,
     description: str,
     argv: Sequence[str] | None = None,
 ) -> int:
@@ -38,11 +39,15 @@ def run_app(
     Args:
         schema: the app's configuration class.
         main: the app.
+        name: how the app is started, as `python -m` takes it.
         description: the head of `--help`.
         argv: arguments; None takes the process's own.
     """
     parser = argparse.ArgumentParser(
-        description=description, epilog=_key_table(schema), formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=f"python -m {name}",
+        description=description,
+        epilog=_key_table(schema),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--config", required=True, metavar="FILE", help="YAML file with the configuration")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="replaces a value of the file")

@@ -28,6 +28,7 @@ from typing import Any, Protocol
 from forgelite.buffer.ledger import Ledger, State
 from forgelite.buffer.packing import pack
 from forgelite.buffer.queue import GroupQueue
+from forgelite.buffer.saved import group_from_data, group_to_data
 from forgelite.buffer.staleness import groups_to_start
 from forgelite.config import LoopConfig
 from forgelite.errors import ForgeliteError
@@ -41,6 +42,7 @@ from forgelite.types import Failure, Group, Prompt, Score, StepResult, TrainingB
 RollOut = Callable[[str, Prompt, int], Awaitable[Sequence[Trajectory | Failure]]]
 ScoreGroup = Callable[[str, Prompt, Sequence[Trajectory | Failure]], Awaitable[ScoredGroup]]
 Evaluate = Callable[[], Awaitable[Mapping[str, Any]]]
+Save = Callable[[Mapping[str, Any]], Awaitable[None]]
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -103,6 +105,8 @@ class Loop:
         observer: Observer,
         evaluate: Evaluate | None = None,
         evaluate_every: int = 0,
+        save: Save | None = None,
+        save_every: int = 0,
         station_died: Awaitable[Any] | None = None,
         version: int = 0,
     ) -> None:
@@ -116,6 +120,8 @@ class Loop:
         observer: is told of every step.
         evaluate: held-out evaluation of the version that is served; None: there is none.
         evaluate_every: steps between two evaluations; 0: only before and after.
+        save: writes a checkpoint from what `state_dict` gives; called between two steps.
+        save_every: steps between two checkpoints; 0: none.
         station_died: raises when a station dies while nobody talks to it.
         version: completed optimizer steps at the start.
         """
@@ -129,6 +135,8 @@ class Loop:
         self._observer = observer
         self._evaluate = evaluate
         self._evaluate_every = evaluate_every
+        self._save = save
+        self._save_every = save_every
         self._station_died = station_died
 
         self.version = version  # the trainer's
@@ -170,6 +178,30 @@ class Loop:
         finally:
             self.ledger.close_open("run_ended")
             self.ledger.check()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain data from which `load_state_dict` goes on: nothing that is queued is lost, nothing trained twice.
+
+        Groups in flight are not finished anywhere else, so their prompts are given back.
+        """
+        prompts = self._prompts.state_dict()
+        prompts["given_back"] = [*prompts["given_back"], *(int(p.prompt_id) for p, _ in self._in_flight.values())]
+        return {
+            "version": self.version,
+            "next_group": self._next_group,
+            "prompts": prompts,
+            "ledger": self.ledger.state_dict(),
+            "queue": [group_to_data(group) for group in self._queue.groups()],
+        }
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Go on from `state_dict`, before `run`. The trainer and the policy must be at its version."""
+        self.version = self.served_version = self._batches_taken = saved["version"]
+        self._next_group = saved["next_group"]
+        self._prompts.load_state_dict(saved["prompts"])
+        self.ledger = Ledger.from_state(saved["ledger"])
+        self._queue = self._make_queue()
+        self._queue.restore([group_from_data(data, self._prompts.prompt) for data in saved["queue"]])
 
     # ---- admit ----
 
@@ -279,6 +311,8 @@ class Loop:
             self.ledger.check()
             clock, usage = now, used
             await self._observer.on_step(self.version, metrics, groups)
+            if self._save is not None and self._save_every and self.version % self._save_every == 0:
+                await self._save(self.state_dict())
         await self._finish_update()
 
     async def _take(self) -> list[Group]:

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from pydantic import BaseModel
-
-from forgelite.config import DataConfig, GRPOConfig, MetricsConfig, ModelConfig, RewardConfig, SFTConfig, to_yaml
+from forgelite.checkpoint import checkpoint_step
+from forgelite.config import DataConfig, GRPOConfig, ModelConfig, RewardConfig, SFTConfig, to_yaml
 from forgelite.errors import ConfigError
 from forgelite.observe.progress import make_progress
 from forgelite.observe.recorder import Recorder, claim_folder
@@ -72,31 +71,30 @@ def open_tokenizer(model: ModelConfig) -> Tokenizer:
     return load_tokenizer(model.tokenizer or model.path, vocab_size)
 
 
-def open_recorder(
-    folder: str, config: BaseModel, metrics: MetricsConfig, *, steps: int, resume: bool = False
-) -> Recorder:
+def open_recorder(config: GRPOConfig | SFTConfig, *, steps: int, checkpoint: Path | None = None) -> Recorder:
     """Claim the run folder and open everything that is written there.
 
     Args:
-        folder: `run.dir`.
-        config: the whole configuration.
-        metrics: its section about metrics.
+        config: of the run.
         steps: of the whole run, for the display.
-        resume: go on in a folder that an earlier run has left.
+        checkpoint: what the run goes on from, in its own folder; None: it is a new run.
     """
-    path = Path(folder)
-    moved = claim_folder(path, resume=resume)
+    folder, metrics = Path(config.run.dir), config.metrics
+    moved = claim_folder(folder, resume=checkpoint is not None)
     recorder = Recorder(
-        path,
+        folder,
         config_yaml=to_yaml(config),
         config=config.model_dump(),
-        progress=make_progress(metrics.progress, steps, folder),
+        progress=make_progress(metrics.progress, steps, str(folder)),
         tensorboard=metrics.tensorboard,
         wandb=metrics.wandb,
         rollouts_per_step=metrics.rollouts_per_step,
+        first_step=0 if checkpoint is None else checkpoint_step(checkpoint),
     )
     if moved is not None:
-        recorder.on_phase(f"an earlier run was in {path}; it is in {moved} now")
+        recorder.on_phase(f"an earlier run was in {folder}; it is in {moved} now")
+    if checkpoint is not None:
+        recorder.on_phase(f"resuming from {checkpoint}")
     return recorder
 
 

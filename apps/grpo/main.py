@@ -16,6 +16,7 @@ from forgelite.config import GRPOConfig
 async def main(config: GRPOConfig) -> None:
     """One run: check the inputs, start the stations, connect them by the loop, save the model, report."""
     from apps.grpo.report import report
+    from forgelite.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
     from forgelite.evaluation import evaluate
     from forgelite.launch import launch
     from forgelite.loop import Loop
@@ -23,8 +24,9 @@ async def main(config: GRPOConfig) -> None:
     from forgelite.scoring.group import score_group
 
     inputs = prepare(config)
-    recorder = open_recorder(config.run.dir, config, config.metrics, steps=config.loop.steps)
-    with recorder:
+    checkpoints = Path(config.run.dir, "checkpoints")
+    checkpoint = newest_checkpoint(checkpoints) if config.run.resume else None
+    with open_recorder(config, steps=config.loop.steps, checkpoint=checkpoint) as recorder:
         async with launch(config, on_phase=recorder.on_phase) as stations:
             loop = Loop(
                 config=config.loop,
@@ -52,12 +54,20 @@ async def main(config: GRPOConfig) -> None:
                 if inputs.held_out
                 else None,
                 evaluate_every=config.eval.every,
+                save=partial(
+                    save_checkpoint, folder=checkpoints, trainer=stations.trainer, keep=config.checkpoint.keep
+                ),
+                save_every=config.checkpoint.every,
                 station_died=stations.died,
             )
+            if checkpoint is not None:
+                loop.load_state_dict(await load_checkpoint(checkpoint, stations.trainer))
+                await stations.trainer.publish()
+                await stations.policy.update_weights(loop.version)
             await loop.run()
-            await stations.trainer.save_hf(str(Path(config.run.dir, "checkpoints", "hf")))
+            await stations.trainer.save_hf(str(checkpoints / "hf"))
     report(Path(config.run.dir))
 
 
 if __name__ == "__main__":
-    sys.exit(run_app(GRPOConfig, main, description=__doc__))
+    sys.exit(run_app(GRPOConfig, main, name="apps.grpo.main", description=__doc__))

@@ -24,7 +24,7 @@ async def main(config: SFTConfig) -> None:
     demonstrations, held_out = prepare_demonstrations(config)
     row_length, steps = config.trainer.training.seq_len, config.loop.steps
     held_out_batch = pack(held_out, row_length) if held_out else None
-    with open_recorder(config.run.dir, config, config.metrics, steps=steps) as recorder:
+    with open_recorder(config, steps=steps) as recorder:
         async with launch_trainer(config, on_phase=recorder.on_phase) as trainer:
 
             async def held_out_loss() -> dict[str, float]:
@@ -43,4 +43,4 @@ async def main(config: SFTConfig) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_app(SFTConfig, main, description=__doc__))
+    sys.exit(run_app(SFTConfig, main, name="apps.sft.main", description=__doc__))

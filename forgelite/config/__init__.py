@@ -4,6 +4,7 @@ from forgelite.config.loading import check_config, describe_keys, load_config, t
 from forgelite.config.loss import LossConfig
 from forgelite.config.schema import (
     AdvantageConfig,
+    CheckpointConfig,
     DataConfig,
     EvalConfig,
     GRPOConfig,
@@ -27,6 +28,7 @@ from forgelite.config.trainer import TrainerConfig
 
 __all__ = [
     "AdvantageConfig",
+    "CheckpointConfig",
     "DataConfig",
     "EvalConfig",
     "GRPOConfig",

@@ -6,13 +6,13 @@ import difflib
 import types
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import BaseModel, ValidationError
-from pydantic_core import PydanticUndefined
+from pydantic import BaseModel, Tag, ValidationError
+from pydantic.fields import FieldInfo
 
 from forgelite.errors import ConfigError
 
@@ -51,22 +51,21 @@ def to_yaml(config: BaseModel) -> str:
 
 
 def describe_keys(schema: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str, str, str]]:
-    """Yield (key, type, default, meaning) for every key of `schema`, depth first."""
+    """Yield (key, type, default, meaning) for every key of `schema`, depth first; `N` stands for a list index."""
     for name, field in schema.model_fields.items():
-        key, inner = prefix + name, _section(field.annotation)
-        if inner is not None:
-            yield from describe_keys(inner, key + ".")
-            continue
-        if field.is_required():
-            default = "required"
-        elif field.default is PydanticUndefined:
-            default = str(field.default_factory())
-        else:
-            default = "null" if field.default is None else str(field.default)
-        yield key, _type_name(field.annotation), default, field.description or ""
-        element = next((a for a in get_args(field.annotation) if _section(a) is not None), None)
-        if element is not None:
-            yield from describe_keys(element, key + ".N.")
+        key = prefix + name
+        variants = _sections(field.annotation)
+        if not variants:
+            yield key, _type_name(field.annotation), _default_text(field), field.description or ""
+        elif get_origin(field.annotation) is list:
+            yield key, "list", _default_text(field), field.description or ""
+            key += ".N"
+        seen: set[str] = set()  # variants of a section share some of their keys
+        for variant in variants:
+            for row in describe_keys(variant, key + "."):
+                if row[0] not in seen:
+                    seen.add(row[0])
+                    yield row
 
 
 def _read(path: str | Path) -> dict[str, Any]:
@@ -159,19 +158,23 @@ def _annotation(schema: type[BaseModel], keys: Sequence[str]) -> Any:
     """The declared type of a key, or Any where nothing is declared (the check names it later)."""
     here: Any = schema
     for key in keys:
-        section = _section(here)
-        if section is not None:
-            field = section.model_fields.get(key)
-            here = Any if field is None else field.annotation
-        elif get_origin(here) is list:
+        if get_origin(here) is list:
             here = get_args(here)[0]
-        else:
+            continue
+        fields = [v.model_fields[key] for v in _sections(here) if key in v.model_fields]
+        if not fields:
             return Any
+        here = fields[0].annotation
     return here
 
 
-def _section(annotation: Any) -> type[BaseModel] | None:
-    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+def _sections(annotation: Any) -> list[type[BaseModel]]:
+    """The sections that an annotation allows: itself, the variants of a union, the elements of a list."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    if get_origin(annotation) is Annotated or get_origin(annotation) is list or _is_union(annotation):
+        return [section for part in get_args(annotation) for section in _sections(part)]
+    return []
 
 
 def _is_union(annotation: Any) -> bool:
@@ -179,13 +182,24 @@ def _is_union(annotation: Any) -> bool:
 
 
 def _type_name(annotation: Any) -> str:
+    if get_origin(annotation) is Literal:
+        return " | ".join(map(str, get_args(annotation)))
+    if _is_union(annotation):
+        return " | ".join("null" if part is type(None) else _type_name(part) for part in get_args(annotation))
     return str(annotation).replace("typing.", "") if get_args(annotation) else annotation.__name__
+
+
+def _default_text(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    default = field.get_default(call_default_factory=True, validated_data={})
+    return "null" if default is None else str(default)
 
 
 def _explain(schema: type[BaseModel], error: ValidationError) -> Iterator[str]:
     known = [key for key, *_ in describe_keys(schema)]
     for item in error.errors(include_url=False):
-        key = ".".join(str(part) for part in item["loc"])
+        key = ".".join(_path(schema, item["loc"]))
         if item["type"] == "extra_forbidden":
             near = difflib.get_close_matches(key, known, n=1)
             yield f"{key}: unknown key" + (f" (did you mean {near[0]}?)" if near else "")
@@ -195,3 +209,22 @@ def _explain(schema: type[BaseModel], error: ValidationError) -> Iterator[str]:
             message = item["msg"].removeprefix("Value error, ")
             given = "" if isinstance(item["input"], dict | BaseModel) else f" (given: {item['input']!r})"
             yield f"{key}: {message}{given}" if key else message
+
+
+def _path(schema: type[BaseModel], location: Sequence[str | int]) -> Iterator[str]:
+    """The keys of a location. pydantic also puts the tag of the chosen variant there, which no user wrote."""
+    here: Any = schema
+    for part in location:
+        if get_origin(here) is list:
+            here = get_args(here)[0]
+        elif fields := [v.model_fields[part] for v in _sections(here) if part in v.model_fields]:
+            here = fields[0].annotation
+        elif _is_union(here) and part in _tags(here):
+            continue
+        else:
+            here = Any
+        yield str(part)
+
+
+def _tags(union: Any) -> list[str]:
+    return [m.tag for part in get_args(union) for m in getattr(part, "__metadata__", ()) if isinstance(m, Tag)]

@@ -1,7 +1,7 @@
 """What the trainer minimises: the keys below `loss.`.
 
-One class a loss, chosen by `loss.name`, with only the options that this loss has. A new loss adds a class here
-and a function in `forgelite/losses/`.
+One class a loss, chosen by `loss.name`, with only the options that this loss has. A new loss adds a class
+here and a function in `forgelite/losses/`.
 """
 
 from __future__ import annotations

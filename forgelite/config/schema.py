@@ -227,6 +227,13 @@ class EvalConfig(Section):
     timeout_s: float = Field(600.0, gt=0, description="deadline of one evaluation")
 
 
+class CheckpointConfig(Section):
+    """What a run can be resumed from."""
+
+    every: int = Field(0, ge=0, description="steps between two checkpoints in <run.dir>/checkpoints; 0: none")
+    keep: int = Field(2, ge=1, description="newest checkpoints that are kept")
+
+
 class MetricsConfig(Section):
     """What is written and shown."""
 
@@ -255,6 +262,7 @@ class GRPOConfig(Section):
     weights: WeightsConfig = Field(default_factory=WeightsConfig)
     mesh: MeshConfig = Field(default_factory=MeshConfig)
     eval: EvalConfig = Field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = Field(default_factory=MetricsConfig)
 
     @model_validator(mode="after")

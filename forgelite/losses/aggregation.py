@@ -10,8 +10,8 @@ from forgelite.losses.inputs import masked
 def token_mean(per_token: torch.Tensor, mask: torch.Tensor, denominator: float) -> torch.Tensor:
     """This microbatch's share of the mean over all trained tokens: `sum(mask * per_token) / denominator`.
 
-    The denominator is that of the whole batch on all ranks, so that neither the split into microbatches nor the
-    number of ranks changes the sum of the shares (token-mean aggregation as in DAPO, arXiv:2503.14476).
+    The denominator is that of the whole batch on all ranks, so that neither the split into microbatches nor
+    the number of ranks changes the sum of the shares (token-mean aggregation as in DAPO, arXiv:2503.14476).
 
     Args:
         per_token: [R, L] loss of each token.

@@ -36,8 +36,8 @@ def clip_loss(
 ) -> LossOutput:
     """The clipped surrogate of the ratio to the behaviour policy, plus `kl_coefficient` times k3.
 
-    The ratio is taken against the probabilities that the tokens were really sampled with, so that it is also the
-    correction for stale weights; nothing else may correct for them.
+    The ratio is taken against the probabilities that the tokens were really sampled with, so that it is also
+    the correction for stale weights; nothing else may correct for them.
 
     Args:
         inputs: One microbatch.

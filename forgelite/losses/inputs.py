@@ -36,7 +36,7 @@ class LossInputs:
 class LossOutput:
     """A share of the loss, and the parts of the metrics that microbatches and ranks add up.
 
-    The losses and metrics of all microbatches of all ranks, summed (the maxima: maximised), are those of the batch.
+    The losses and metrics of all microbatches of all ranks, summed (the maxima: maximised), are the batch's.
     """
 
     loss: torch.Tensor  # scalar, with gradient
@@ -47,7 +47,7 @@ class LossOutput:
 def masked(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """`values` with zero where the mask is False.
 
-    To be applied to the inputs of a formula, not to its result: NaN times zero is NaN, and a NaN in the branch of a
-    `where` that is not taken still reaches the gradient.
+    To be applied to the inputs of a formula, not to its result: NaN times zero is NaN, and a NaN in the
+    branch of a `where` that is not taken still reaches the gradient.
     """
     return torch.where(mask, values, values.new_zeros(()))

@@ -7,8 +7,8 @@ import torch
 from forgelite.losses.inputs import LossInputs, masked
 
 MAX_LOG_RATIO = 10.0
-"""Bound on |log ratio| before `exp`, torchtitan's: e^10 = 22026. Beyond it a ratio says only "very different", and
-a few nats more would overflow float32. A clamped token has no gradient."""
+"""Bound on |log ratio| before `exp`, torchtitan's: e^10 = 22026. Beyond it a ratio says only "very
+different", and further out it would overflow float32. A clamped token has no gradient."""
 
 
 def log_ratio(logprobs: torch.Tensor, old_logprobs: torch.Tensor) -> torch.Tensor:
@@ -36,8 +36,8 @@ def ratio_parts(ratio: torch.Tensor, clipped: torch.Tensor, mask: torch.Tensor) 
 def mismatch_parts(inputs: LossInputs, trainer_version: int) -> tuple[dict, dict]:
     """Sums and maxima of |logprob - behaviour logprob| over the tokens sampled by the trainer's own version.
 
-    For those tokens both sides have the same weights, so that the gap is what the two engines disagree by. Older
-    tokens differ because the policy has changed, and are left out.
+    For those tokens both sides have the same weights, so that the gap is what the two engines disagree by.
+    Older tokens differ because the policy has changed, and are left out.
 
     Returns:
         Sums `mismatch`, `mismatch_tokens`; maximum `mismatch`.

@@ -1,4 +1,5 @@
 """torchtitan models, by name or from a Hugging Face folder: the same code for the trainer and the reference.
 
-Only `device` may be imported before `device.prepare_torchtitan()` has run; the other modules import torchtitan.
+Only `device`, `rows` and `hf_config` may be imported before `device.prepare_torchtitan()` has run; the other
+modules import torchtitan.
 """

@@ -1,9 +1,9 @@
 """Attention over packed rows on a CPU.
 
-None of torchtitan's attention back ends trains on a CPU (varlen needs CUDA's flash attention, flex has no CPU
-backward, sdpa is refused for language models). `CpuAttention` takes their place. It is a `VarlenAttention`, so
-that torchtitan shards it like one, but its `attention_masks` are a mask made once per forward by `row_mask`. On
-CUDA torchtitan's own module is used and its own metadata are handed over.
+None of torchtitan's attention back ends trains on a CPU (varlen needs CUDA's flash attention, flex has no
+CPU backward, sdpa is refused for language models). `CpuAttention` takes their place. It is a
+`VarlenAttention`, so that torchtitan shards it like one, but its `attention_masks` are a mask made once per
+forward by `row_mask`. On CUDA torchtitan's own module is used and its own metadata are handed over.
 """
 
 from __future__ import annotations
@@ -81,5 +81,4 @@ def row_mask(positions: torch.Tensor) -> torch.Tensor | None:
     rows, length = positions.shape
     sequence = starts.cumsum(1)
     visible = (sequence[:, :, None] == sequence[:, None, :]).tril()
-    mask = torch.zeros(rows, 1, length, length).masked_fill_(~visible[:, None], float("-inf"))
-    return mask
+    return torch.zeros(rows, 1, length, length).masked_fill_(~visible[:, None], float("-inf"))

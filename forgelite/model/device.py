@@ -1,7 +1,7 @@
 """Where tensors live, and the one thing torchtitan must be told about it.
 
-torchtitan decides its device type once, when it is imported, and takes a machine without an accelerator for one
-with CUDA (`torch._utils._get_available_device_type() or "cuda"` in `torchtitan.tools.utils`).
+torchtitan decides its device type once, when it is imported, and takes a machine without an accelerator for
+one with CUDA (`torch._utils._get_available_device_type() or "cuda"` in `torchtitan.tools.utils`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Log-probabilities of the tokens of a packed batch.
 
 The output matrix is the largest of most models, so logits are computed only at the positions that predict a
-trained token, and of the log-softmax nothing but the chosen entries and the logits is kept for the backward pass.
+trained token, and nothing of their softmax but one number a row is kept for the backward pass.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def score_tokens(
     if (batch.positions.flatten()[trained] == 0).any():
         raise ValueError("a trained token starts a sequence: nothing predicts it, so it cannot be trained")
     if trained.numel() == 0:
-        # A rank without trained tokens still runs the whole model. Nobody sees the number: it is multiplied away.
+        # A rank without trained tokens still runs the whole model; the number it gets is multiplied away.
         chosen, weight = torch.tensor([0]), 0.0
         predicted_by = chosen
     else:

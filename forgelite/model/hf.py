@@ -78,8 +78,8 @@ def read_hf(folder: Path) -> dict[str, torch.Tensor]:
 def export_hf(model: Decoder, spec: ModelSpec) -> Iterator[tuple[str, torch.Tensor]]:
     """The weights by Hugging Face name, one whole tensor at a time. A collective: all ranks draw to the end.
 
-    The tensors may share memory with the model: copy what is to be kept past the next optimizer step. A tied head
-    is not listed, as in the checkpoints of transformers.
+    The tensors may share memory with the model: copy what is to be kept past the next optimizer step. A tied
+    head is not listed, as in the checkpoints of transformers.
     """
     adapter = spec.state_dict_adapter(spec.model, None)
     with torch.no_grad():

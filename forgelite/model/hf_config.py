@@ -1,8 +1,8 @@
 """What is read from a Hugging Face config.json, and what is refused.
 
-`Architecture` is the small common ground of a config.json and a torchtitan model config. Anything in a config.json
-that would change the numbers and is not in it is refused by name: a model that silently computes something else
-than the one it was loaded from is worse than none.
+`Architecture` is the small common ground of a config.json and a torchtitan model config. Anything in a
+config.json that would change the numbers and is not in it is refused by name: a model that silently computes
+something else than the one it was loaded from is worse than none.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (1.0, 1, None),
     "decoder_sparse_step": (1, None),
     "mlp_only_layers": ([], None),
-    "norm_topk_prob": (True, None),
     "quantization_config": (None,),
 }
 
@@ -108,7 +107,6 @@ def architecture_of(config: Mapping[str, Any], source: str) -> Architecture:
         raise ConfigError(f"{source}: layer_types has sliding_attention, which is not supported")
     rope_theta, rope_scaling = _rope(config, family, source)
     dim, heads = config["hidden_size"], config["num_attention_heads"]
-    moe = names[0] == "Qwen3MoeForCausalLM"
     return Architecture(
         family=family,
         vocab_size=config["vocab_size"],
@@ -124,13 +122,7 @@ def architecture_of(config: Mapping[str, Any], source: str) -> Architecture:
         rope_scaling=rope_scaling,
         max_positions=config["max_position_embeddings"],
         tied=bool(config.get("tie_word_embeddings", False)),
-        experts=Experts(
-            count=config.get("num_experts") or config["num_local_experts"],
-            per_token=config["num_experts_per_tok"],
-            hidden=config["moe_intermediate_size"],
-        )
-        if moe
-        else None,
+        experts=_experts(config, source) if names[0] == "Qwen3MoeForCausalLM" else None,
     )
 
 
@@ -173,6 +165,16 @@ def config_of(arch: Architecture) -> dict[str, Any]:
             "mlp_only_layers": [],
         }
     return config
+
+
+def _experts(config: Mapping[str, Any], source: str) -> Experts:
+    if not config.get("norm_topk_prob", False):  # transformers' default
+        raise ConfigError(f"{source}: norm_topk_prob=False is not supported: expert weights must add up to 1")
+    return Experts(
+        count=config.get("num_experts") or config["num_local_experts"],
+        per_token=config["num_experts_per_tok"],
+        hidden=config["moe_intermediate_size"],
+    )
 
 
 def _rope(config: Mapping[str, Any], family: str, source: str) -> tuple[float, RopeScaling | None]:

@@ -63,8 +63,8 @@ def define_model(config: ModelConfig, *, device: torch.device, max_seq_len: int)
         max_seq_len: Longest sequence that will be computed: the size of the rotary caches, one a layer.
 
     Raises:
-        ConfigError: unknown name or flavour, unsupported architecture, or a folder that does not hold the model
-            that name and flavour say.
+        ConfigError: unknown name or flavour, unsupported architecture, or a folder that does not hold the
+            model that name and flavour say.
     """
     arch = hf_config = folder = None
     if config.name is not None:

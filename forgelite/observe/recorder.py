@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -19,7 +20,7 @@ from typing import Any
 
 from forgelite.observe.metrics import MetricsLog
 from forgelite.observe.progress import Progress
-from forgelite.observe.report import write_json
+from forgelite.observe.report import write_json, write_text
 from forgelite.observe.rollouts import RolloutLog
 from forgelite.types import Group
 
@@ -59,17 +60,22 @@ class Recorder:
         tensorboard: bool,
         wandb: bool,
         rollouts_per_step: int | None,
+        first_step: int = 0,
     ) -> None:
         """Args:
         folder: the run folder, which exists.
         config_yaml, config: the resolved configuration, as text and as plain data.
         progress: the display.
         tensorboard, wandb, rollouts_per_step: `metrics.*`.
+        first_step: where a resumed run goes on; what its predecessor wrote of later steps is removed, since
+            they will be done again.
         """
         self._folder = folder
         self._progress = progress
         self._started = time.monotonic()
-        self._summary: dict[str, Any] = {"steps": 0}
+        self._summary: dict[str, Any] = {"steps": first_step}
+        for name in ("metrics.jsonl", "rollouts.jsonl"):
+            _drop_steps_after(folder / name, first_step)
         (folder / "config.yaml").write_text(config_yaml, encoding="utf-8")
         self._metrics = MetricsLog(folder, tensorboard=tensorboard, wandb=wandb, config=config)
         self._rollouts = RolloutLog(folder, per_step=rollouts_per_step)
@@ -116,3 +122,11 @@ class Recorder:
                 **self._summary,
             },
         )
+
+
+def _drop_steps_after(path: Path, step: int) -> None:
+    if not path.exists():
+        return
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+    write_text(path, "".join(kept))

@@ -13,11 +13,16 @@ from rich.console import Console
 from rich.table import Table
 
 
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON file all at once: a reader sees the old one or the new one."""
+def write_text(path: Path, text: str) -> None:
+    """Write a file all at once: a reader sees the old one or the new one."""
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON file all at once."""
+    write_text(path, json.dumps(content, indent=2) + "\n")
 
 
 def print_summary(title: str, rows: Sequence[tuple[str, str]]) -> None:

@@ -15,15 +15,17 @@ class RolloutLog:
 
     def __init__(self, folder: Path, *, per_step: int | None) -> None:
         """Args:
-        folder: the run folder; it is made.
+        folder: the run folder, which exists.
         per_step: at most so many trajectories of a step, spread over its groups; None for all.
         """
-        folder.mkdir(parents=True, exist_ok=True)
-        self._file: TextIO = (folder / "rollouts.jsonl").open("a", encoding="utf-8")
+        self._path = folder / "rollouts.jsonl"
+        self._file: TextIO | None = None  # opened with the first record: not every app has rollouts
         self._per_step = per_step
 
     def write(self, step: int, trainer_version: int, groups: Sequence[Group]) -> None:
         """Record the batch that step `step` trained at `trainer_version`."""
+        if self._file is None:
+            self._file = self._path.open("a", encoding="utf-8")
         members = [(group, t) for group in groups for t in group.trajectories]
         if self._per_step is not None and len(members) > self._per_step:
             stride = len(members) / self._per_step if self._per_step else 0
@@ -46,4 +48,5 @@ class RolloutLog:
 
     def close(self) -> None:
         """Close the file; twice is once."""
-        self._file.close()
+        if self._file is not None:
+            self._file.close()

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from monarch.actor import Actor, concurrent_endpoint
 
-from forgelite.errors import StationDied, WeightMismatch
+from forgelite.errors import StationDied, WeightError
 from forgelite.policy.engine_loop import EngineLoop
 from forgelite.policy.engine_protocol import Collected, UpdateReport
 from forgelite.types import Failure, GroupRequest
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     import torch
 
 T = TypeVar("T")
-log = logging.getLogger(__name__)
 
 
 class WeightReader(Protocol):
@@ -37,11 +35,15 @@ class WeightReader(Protocol):
             version: its number, or its manifest, with which the views are then compared.
         """
 
+    def close(self) -> None:
+        """Let go of what is being read."""
+
 
 class PolicyActor(Actor):
     """One engine in one process. Its environment must be `policy_environment`."""
 
     def __init__(self) -> None:
+        self._claimed = False
         self._loop: EngineLoop | None = None
         self._reader: WeightReader | None = None
 
@@ -69,8 +71,9 @@ class PolicyActor(Actor):
         Raises:
             ConfigError: names the key that is wrong.
         """
-        if self._loop is not None:
-            raise StationDied("this process has an engine already, and two of them never share one")
+        if self._claimed:
+            raise RuntimeError("this process was set up already, and two engines never share one")
+        self._claimed = True
         built = await asyncio.to_thread(_build, model_path, engine, seed)
         self._reader = open_reader() if open_reader is not None else None
         self._loop = EngineLoop(built, seed=seed, version=version)
@@ -114,9 +117,9 @@ class PolicyActor(Actor):
         """
         loop = self._running()
         if self._reader is None:
-            raise WeightMismatch("this policy was set up without a reader of published weights")
+            raise WeightError("this policy was set up without a reader of published weights")
         if manifest is not None and manifest.version != version:
-            raise WeightMismatch(f"asked for version {version} with the manifest of {manifest.version}")
+            raise WeightError(f"asked for version {version} with the manifest of {manifest.version}")
         async with self._reader.lease(version if manifest is None else manifest) as tensors:
             return await asyncio.to_thread(loop.update, version, lambda: tensors, keep_kv=keep_kv)
 
@@ -130,6 +133,8 @@ class PolicyActor(Actor):
         """Abort what is running and free the engine. Safe to call again, and before `setup`."""
         if self._loop is not None:
             await asyncio.to_thread(self._loop.close)
+        if self._reader is not None:
+            self._reader.close()
 
     def _running(self) -> EngineLoop:
         if self._loop is None:

@@ -21,7 +21,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -128,20 +128,21 @@ class VllmEngine:
         """Drop sequences. Nothing more is emitted for them; unknown ids are ignored."""
         self._client.abort_requests(list(sequence_ids))
 
-    def step(self) -> Iterator[Sampled]:
+    def step(self) -> list[Sampled]:
         """One forward pass over everything that is scheduled.
 
         Nothing is in flight when it returns, because scheduling is synchronous: whatever happens next happens
         between two steps.
         """
-        for output in self._client.get_output().outputs:
-            logprobs = output.new_logprobs
-            yield Sampled(
+        return [
+            Sampled(
                 output.request_id,
                 output.new_token_ids,
-                [] if logprobs is None else logprobs.logprobs[:, 0].tolist(),
+                [] if output.new_logprobs is None else output.new_logprobs.logprobs[:, 0].tolist(),
                 None if output.finish_reason is None else str(output.finish_reason),
             )
+            for output in self._client.get_output().outputs
+        ]
 
     def queue_lengths(self) -> tuple[int, int]:
         """How many sequences are being computed, and how many wait for a place."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -55,8 +55,8 @@ class Engine(Protocol):
     def abort(self, sequence_ids: Iterable[str]) -> None:
         """Drop sequences. Nothing more is emitted for them after this step; unknown ids are ignored."""
 
-    def step(self) -> Iterable[Sampled]:
-        """One forward pass over what is scheduled. Nothing is in flight when it is exhausted."""
+    def step(self) -> Sequence[Sampled]:
+        """One forward pass over what is scheduled. Nothing is in flight when it returns."""
 
     def queue_lengths(self) -> tuple[int, int]:
         """How many sequences are being computed, and how many wait for a place."""

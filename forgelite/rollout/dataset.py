@@ -98,9 +98,13 @@ class PromptStream:
 
     def __next__(self) -> Prompt:
         if self._given_back:
-            return self._prompt(self._given_back.popleft())
+            return self.prompt(str(self._given_back.popleft()))
         self._position += 1
-        return self._prompt(self._index(self._position - 1))
+        return self.prompt(str(self._index(self._position - 1)))
+
+    def prompt(self, prompt_id: str) -> Prompt:
+        """The prompt of this id, wherever the walk is."""
+        return self._to_prompt(prompt_id, self._rows[int(prompt_id)])
 
     def give_back(self, prompt: Prompt) -> None:
         """Hand out `prompt` once more, before any new one."""
@@ -114,9 +118,6 @@ class PromptStream:
         """Go to a place that `state_dict` described."""
         self._position = saved["position"]
         self._given_back = deque(saved["given_back"])
-
-    def _prompt(self, index: int) -> Prompt:
-        return self._to_prompt(str(index), self._rows[index])
 
     def _index(self, position: int) -> int:
         epoch, place = divmod(position, len(self._rows))

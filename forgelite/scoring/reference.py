@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from forgelite.model.device import prepare_torchtitan
+from forgelite.model.rows import microbatches
 from forgelite.types import TrainingBatch
 
 if TYPE_CHECKING:
@@ -64,12 +65,11 @@ class Reference:
             [R, L] float32 on the CPU.
         """
         from forgelite.model.forward import score_tokens
-        from forgelite.trainer.ranks import ALONE, microbatches
 
         out = torch.zeros(batch.token_ids.shape)
         start = 0
         with torch.inference_mode():
-            for part in microbatches(batch, ALONE, self._rows):
+            for part in microbatches(batch, self._rows):
                 scores = score_tokens(self._model, part, temperature=self._temperature, device=self._device)
                 rows, width = scores.logprobs.shape
                 out[start : start + rows, :width] = scores.logprobs.cpu()

@@ -35,10 +35,8 @@ class TrainerSetup:
     steps: int  # optimizer steps of the run
     seed: int
     temperature: float  # at which the policy samples
-    open_store: Callable[[], WeightStore] | None = (
-        None  # called in the first process; None: nothing is published
-    )
-    transfer_dtype: str | None = None  # torch's name of the type in which weights are published; None: as held
+    open_store: Callable[[], WeightStore] | None = None  # called in the first process; None: no store
+    transfer_dtype: str | None = None  # torch's name of the type to publish in; None: as held
     processes: int = 1
     master_addr: str = "127.0.0.1"  # where several processes meet
     master_port: int = 29500
@@ -47,9 +45,9 @@ class TrainerSetup:
 class TrainerActor(Actor):
     """Trains, publishes and saves. With several processes every endpoint is called on all of them.
 
-    Calls are answered one after the other, in the order in which they arrive, by one thread: weights do not change
-    while they are published or saved, and the collectives of all processes come in the same order. The endpoints
-    are concurrent so that `version` and `close` need not wait behind them.
+    Calls are answered one after the other, in the order in which they arrive, by one thread: weights do not
+    change while they are published or saved, and the collectives of all processes come in the same order. The
+    endpoints are concurrent so that `version` and `close` need not wait behind them.
     """
 
     def __init__(self) -> None:
@@ -84,7 +82,7 @@ class TrainerActor(Actor):
         from forgelite.wire import decode_batch
 
         async with self._turn:
-            return await self._blocking(lambda: self._trainer.train_step(decode_batch(encoded_batch)))
+            return await self._blocking(lambda: self._ready().train_step(decode_batch(encoded_batch)))
 
     @concurrent_endpoint
     async def evaluate(self, encoded_batch: bytes) -> float:
@@ -92,33 +90,32 @@ class TrainerActor(Actor):
         from forgelite.wire import decode_batch
 
         async with self._turn:
-            return await self._blocking(lambda: self._trainer.evaluate(decode_batch(encoded_batch)))
+            return await self._blocking(lambda: self._ready().evaluate(decode_batch(encoded_batch)))
 
     @concurrent_endpoint
     async def publish(self) -> Manifest | None:
-        """Write the weights into the store under the trainer's version. The first process returns the manifest.
+        """Write the weights into the store under the trainer's version. The first process gets the manifest.
 
         Raises:
             WeightError: the version was not published; the ones before it are whole.
         """
         async with self._turn:
-            tensors = await self._blocking(_drawn, self._trainer, self._store is not None, self._transfer_dtype)
-            if not self._trainer.is_first_rank:
-                return None
-            if self._store is None:
+            trainer, store = self._ready(), self._store
+            if store is None and trainer.is_first_rank:
                 raise RuntimeError("the trainer was set up without open_store: it has nowhere to publish")
-            return await self._store.publish(self._trainer.version, tensors)
+            tensors = await self._blocking(_drawn, trainer, store is not None, self._transfer_dtype)
+            return None if store is None else await store.publish(trainer.version, tensors)
 
     @concurrent_endpoint
     async def version(self) -> int:
         """Completed optimizer steps."""
-        return self._trainer.version
+        return self._ready().version
 
     @concurrent_endpoint
     async def save(self, folder: str) -> None:
         """Write the full state, from which `load` continues bit for bit."""
         async with self._turn:
-            await self._blocking(self._trainer.save, folder)
+            await self._blocking(self._ready().save, folder)
 
     @concurrent_endpoint
     async def load(self, folder: str) -> int:
@@ -128,14 +125,14 @@ class TrainerActor(Actor):
             FileNotFoundError: there is none.
         """
         async with self._turn:
-            await self._blocking(self._trainer.load, folder)
-            return self._trainer.version
+            await self._blocking(self._ready().load, folder)
+            return self._ready().version
 
     @concurrent_endpoint
     async def save_hf(self, folder: str) -> None:
         """Write a Hugging Face folder that transformers and vLLM can load."""
         async with self._turn:
-            await self._blocking(self._trainer.save_hf, folder)
+            await self._blocking(self._ready().save_hf, folder)
 
     @concurrent_endpoint
     async def close(self) -> None:
@@ -147,6 +144,11 @@ class TrainerActor(Actor):
         if trainer is not None:
             await self._blocking(trainer.close)
         self._thread.shutdown(wait=False)
+
+    def _ready(self) -> Trainer:
+        if self._trainer is None:
+            raise RuntimeError("the trainer is not set up, or closed")
+        return self._trainer
 
     async def _blocking(self, work: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
@@ -179,7 +181,7 @@ def _drawn(trainer: Trainer, keep: bool, transfer_dtype: str | None) -> dict[str
 
     dtype = getattr(torch, transfer_dtype) if transfer_dtype is not None else None
     tensors = {}
-    # Every process draws all tensors, because gathering them takes all; only the one with the store keeps them.
+    # Gathering a tensor takes all processes, so all of them draw; only the one with the store keeps any.
     for name, tensor in trainer.export_hf():
         if keep:
             tensors[name] = tensor if dtype is None else tensor.to(dtype)

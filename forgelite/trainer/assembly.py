@@ -153,8 +153,8 @@ def _optimizers(model: Decoder, config: OptimizerConfig) -> OptimizersContainer:
     built = default_adamw(lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay)
     built.implementation = config.implementation
     optimizers = built.build(model_parts=[model])
-    # The first state_dict() would make the moments by a step of length zero, which torch counts as a step: saving
-    # before the first step would change the next ones. Made here once, and the count set back.
+    # The first state_dict() would make the moments by a step of length zero, which torch counts as a step:
+    # saving before the first step would change the next ones. Made here once, and the count set back.
     optimizers.state_dict()
     for optimizer in optimizers:
         for state in optimizer.state.values():
@@ -168,7 +168,7 @@ def _schedulers(
     total = config.total_steps or steps
     if config.warmup_steps > total:
         raise ConfigError(
-            f"trainer.lr_scheduler.warmup_steps={config.warmup_steps} exceeds the {total} steps of the schedule"
+            f"trainer.lr_scheduler.warmup_steps={config.warmup_steps} exceeds the schedule's {total} steps"
         )
     last_step = None if config.decay_ratio == 0 else total
     options = config.model_dump() | {"total_steps": last_step or _NO_END}

@@ -1,4 +1,4 @@
-"""The full state of a trainer on disk, by torch.distributed.checkpoint: any number of ranks can read it back."""
+"""The full state of a trainer on disk, by torch.distributed.checkpoint: any number of ranks can read it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def load_state(parts: Parts, folder: Path) -> int:
     state = _state(parts, 0)
     with _quiet():
         dcp.load(state, checkpoint_id=folder)
-        # state_dict() of a model with a fused qkv gives copies, so what was read is handed back to all of them
+        # state_dict() of a model with a fused qkv gives copies, so what was read is handed back
         parts.model.load_state_dict(state["model"], strict=True)
         parts.optimizers.load_state_dict(state["optimizer"])
         parts.schedulers.load_state_dict(state["lr_scheduler"])

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-
-from forgelite.types import TrainingBatch
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -48,23 +45,6 @@ class Share:
 ALONE = Share(index=0, count=1, group=None)
 
 
-def microbatches(batch: TrainingBatch, share: Share, rows: int) -> Iterator[TrainingBatch]:
-    """This rank's rows, `rows` at a time, without columns that hold only padding.
-
-    Rows are dealt like cards. All ranks yield the same number of microbatches, so that their collectives match: a
-    rank that has run out yields a row of which nothing is trained.
-    """
-    total = batch.token_ids.shape[0]
-    longest = -(-total // share.count)
-    mine = range(share.index, total, share.count)
-    for start in range(0, longest, rows):
-        chosen = mine[start : start + rows]
-        part = _rows(batch, torch.tensor(chosen or [0]))
-        if not chosen:
-            part = replace(part, loss_mask=torch.zeros_like(part.loss_mask))
-        yield _without_empty_columns(part)
-
-
 def total(share: Share, sums: dict[str, torch.Tensor], maxima: dict[str, torch.Tensor]) -> dict[str, float]:
     """The sums and maxima over all ranks, as `sum/<name>` and `max/<name>`. One wait for the device.
 
@@ -78,15 +58,3 @@ def total(share: Share, sums: dict[str, torch.Tensor], maxima: dict[str, torch.T
         if maxima:
             dist.all_reduce(largest, dist.ReduceOp.MAX, share.group)
     return dict(zip(names, torch.cat([added, largest]).tolist(), strict=True))
-
-
-def _rows(batch: TrainingBatch, index: torch.Tensor) -> TrainingBatch:
-    tensors = {f.name: getattr(batch, f.name) for f in fields(batch)}
-    return TrainingBatch(**{k: None if t is None else t[index] for k, t in tensors.items()})
-
-
-def _without_empty_columns(batch: TrainingBatch) -> TrainingBatch:
-    used = (batch.sequence_ids >= 0).any(0).nonzero()
-    width = max(2, int(used[-1]) + 1) if used.numel() else 2
-    tensors = {f.name: getattr(batch, f.name) for f in fields(batch)}
-    return TrainingBatch(**{k: None if t is None else t[:, :width] for k, t in tensors.items()})

@@ -19,8 +19,9 @@ from forgelite.config.trainer import TrainerConfig
 from forgelite.errors import ConfigError, TrainingDiverged
 from forgelite.losses import LOSSES, LossInputs, cross_entropy_loss
 from forgelite.model.device import prepare_torchtitan
+from forgelite.model.rows import microbatches
 from forgelite.trainer.metrics import step_metrics
-from forgelite.trainer.ranks import Rank, microbatches, total
+from forgelite.trainer.ranks import Rank, total
 from forgelite.types import StepResult, TrainingBatch
 
 if TYPE_CHECKING:
@@ -32,12 +33,18 @@ if TYPE_CHECKING:
 class Trainer:
     """Model, optimizer and version of one trainer process. Made by `Trainer.build`.
 
-    With several processes every method but `version` is a collective: all ranks call it, with the same arguments.
+    With several processes every method is a collective: all ranks call it, with the same arguments.
     """
 
     def __init__(
-        self, parts: Parts, config: TrainerConfig, loss: LossConfig, rank: Rank | None, temperature: float
-    ):
+        self,
+        parts: Parts,
+        config: TrainerConfig,
+        loss: LossConfig,
+        *,
+        rank: Rank | None,
+        temperature: float,
+    ) -> None:
         self._parts = parts
         self._config = config
         self._loss = loss
@@ -76,7 +83,7 @@ class Trainer:
         from forgelite.trainer.assembly import assemble
 
         parts = assemble(model, config, steps=steps, seed=seed, device=device, rank=rank)
-        return cls(parts, config, loss, rank, temperature)
+        return cls(parts, config, loss, rank=rank, temperature=temperature)
 
     @property
     def version(self) -> int:
@@ -95,7 +102,7 @@ class Trainer:
             batch: Packed rows on the CPU, the whole batch on every rank.
 
         Raises:
-            ValueError: the batch has no trained token, or its rows are longer than `trainer.training.seq_len`.
+            ValueError: the batch has no trained token, or rows longer than `trainer.training.seq_len`.
             ConfigError: the learning-rate schedule has ended.
             TrainingDiverged: the loss or the gradient norm is not finite. Weights, optimizer, schedule and
                 version are as before.
@@ -141,7 +148,8 @@ class Trainer:
     def export_hf(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The weights by Hugging Face name, one whole tensor at a time.
 
-        Every rank draws to the end. The tensors may share memory with the model: copy what outlives the next step.
+        Every rank draws to the end. The tensors may share memory with the model: copy what outlives the next
+        step.
         """
         from forgelite.model.hf import export_hf
 
@@ -193,7 +201,8 @@ class Trainer:
     ) -> dict[str, float]:
         sums: dict[str, torch.Tensor] = {}
         maxima: dict[str, torch.Tensor] = {}
-        for part in microbatches(batch, self._parts.share, self._config.training.local_batch_size):
+        share, rows = self._parts.share, self._config.training.local_batch_size
+        for part in microbatches(batch, rows, index=share.index, count=share.count):
             output = self._loss_share(part, loss, tokens)
             if with_gradient:
                 output.loss.backward()
@@ -201,7 +210,7 @@ class Trainer:
                 sums[name] = sums[name] + value if name in sums else value
             for name, value in output.maxima.items():
                 maxima[name] = torch.maximum(maxima[name], value) if name in maxima else value
-        return total(self._parts.share, sums, maxima)
+        return total(share, sums, maxima)
 
     def _loss_share(self, part: TrainingBatch, loss: Loss, tokens: int) -> LossOutput:
         from forgelite.model.forward import score_tokens

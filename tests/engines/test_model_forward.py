@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from forgelite.model.device import prepare_torchtitan
 from tests.engines.tiny import VOCAB, model_config, one_each, pack_rows, save_llama, save_qwen3, sequences
 
+pytestmark = pytest.mark.engine
+
 CPU = torch.device("cpu")
 SAMPLES = sequences()
 

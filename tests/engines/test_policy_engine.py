@@ -7,11 +7,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from forgelite.errors import StationDied, WeightError, WeightMismatch
+from forgelite.errors import ConfigError, StationDied, WeightError, WeightMismatch
 from forgelite.types import Completion, Failure, VersionSpan
 from tests.engines.policy_process import (
     ENGINE,
@@ -40,6 +41,7 @@ class Policy:
     host: EngineHost
     a: Path
     b: Path
+    capabilities: Any  # forgelite.policy.engine.Capabilities
 
     def serve(self, version: int, checkpoint: Path) -> None:
         self.host.update(version, partial(read_checkpoint, checkpoint))
@@ -51,8 +53,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Policy]:
     a = save_checkpoint(folder / "a", "llama", seed=1)
     b = save_checkpoint(folder / "b", "llama", seed=2)
     with engine_process() as host:
-        host.build(a, ENGINE)
-        yield Policy(host=host, a=a, b=b)
+        yield Policy(host=host, a=a, b=b, capabilities=host.build(a, ENGINE))
         host.close()
 
 
@@ -61,6 +62,38 @@ def served(policy: Policy) -> Policy:
     """The policy with checkpoint `a` as version 0, whatever the test before has done."""
     policy.serve(0, policy.a)
     return policy
+
+
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        ({"max_model_length": 64}, r"policy\.engine\.max_model_length: vLLM's EngineArgs has no such"),
+        ({"logprobs_mode": "raw_logprobs"}, r"policy\.engine\.logprobs_mode is set by forgelite"),
+        (
+            {"tensor_parallel_size": 2},
+            r"policy\.engine\.tensor_parallel_size=2: a policy replica is one device",
+        ),
+        ({"max_model_len": 100_000}, r"policy\.engine\.max_model_len=100000"),
+        ({"dtype": "float33"}, r"policy\.engine\.dtype='float33'"),
+    ],
+    ids=["unknown", "reserved", "several devices", "too long", "wrong value"],
+)
+def test_a_wrong_engine_argument_is_an_error_that_names_its_key(
+    policy: Policy, engine: dict, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        policy.host.build(policy.a, engine)
+
+
+def test_a_folder_without_a_configuration_is_an_error_that_names_model_path(
+    policy: Policy, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=r"model\.path=.* has no config\.json"):
+        policy.host.build(tmp_path, ENGINE)
+
+
+def test_the_kv_cache_holds_what_all_sequences_can_need_and_no_more(policy: Policy) -> None:
+    assert policy.capabilities.kv_cache_tokens == 16 * 512 + 128  # one block of 128 is vLLM's null block
 
 
 def interrupted(policy: Policy, *, keep_kv: bool) -> Completion:

@@ -14,6 +14,8 @@ from forgelite.config.loss import ClipLossConfig, CrossEntropyLossConfig
 from forgelite.config.trainer import LRSchedulerConfig, OptimizerConfig, ParallelismConfig, TrainingConfig
 from forgelite.model.device import prepare_torchtitan
 
+pytestmark = pytest.mark.engine
+
 
 def _names_of(titan_class: type) -> set[str]:
     return {field.name for field in fields(titan_class)}

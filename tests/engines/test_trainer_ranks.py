@@ -18,6 +18,8 @@ from forgelite.trainer.trainer import Trainer
 from tests.engines.tiny import model_config, save_llama, save_qwen3
 from tests.engines.trainer_rank import CASES, LOSS, batches, run, trainer_config
 
+pytestmark = pytest.mark.engine
+
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Runs:

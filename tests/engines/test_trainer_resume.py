@@ -14,6 +14,8 @@ from forgelite.trainer.trainer import Trainer
 from forgelite.types import StepResult
 from tests.engines.tiny import model_config, one_each, save_llama, save_qwen3, sequences
 
+pytestmark = pytest.mark.engine
+
 CONFIG = TrainerConfig.model_validate(
     {
         "optimizer": {"lr": 1e-2, "weight_decay": 0.1},

@@ -17,6 +17,8 @@ from forgelite.trainer.trainer import Trainer
 from forgelite.types import StepResult, TrainingBatch
 from tests.engines.tiny import model_config, one_each, pack_rows, save_llama, save_qwen3, sequences
 
+pytestmark = pytest.mark.engine
+
 SAMPLES = sequences()
 LOSS = ClipLossConfig(kl_coefficient=0.1)
 RATE = 1e-2
@@ -222,7 +224,7 @@ def test_a_batch_with_rows_that_are_too_long_is_refused(model: ModelConfig) -> N
 
 
 def test_more_processes_than_there_are_is_an_error(model: ModelConfig) -> None:
-    with pytest.raises(ConfigError, match="tensor_parallel_degree.*one process"):
+    with pytest.raises(ConfigError, match=r"tensor_parallel_degree.*one process"):
         _trainer(model, parallelism={"tensor_parallel_degree": 2})
 
 

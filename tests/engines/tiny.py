@@ -59,6 +59,31 @@ def save_qwen3(folder: Path, **options: object) -> Path:
     return folder
 
 
+def save_qwen3_moe(folder: Path) -> Path:
+    """A two-layer Qwen3 with four experts, of which each token uses two."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = Qwen3MoeConfig(
+            hidden_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            intermediate_size=96,
+            moe_intermediate_size=32,
+            num_experts=4,
+            num_experts_per_tok=2,
+            norm_topk_prob=True,
+            vocab_size=VOCAB,
+            max_position_embeddings=128,
+            initializer_range=0.2,
+        )
+        Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
 def sequences(count: int = 8, seed: int = 0) -> list[dict[str, torch.Tensor]]:
     """Sequences of different lengths with prompts of different lengths; numbers as after scoring."""
     generator = torch.Generator().manual_seed(seed)

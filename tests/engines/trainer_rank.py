@@ -1,7 +1,7 @@
 """One process of a trainer with several: trains what it is told and writes down what it saw.
 
-Run as `python -m tests.engines.trainer_rank RANK WORLD PORT FOLDER`, by `test_trainer_ranks.py`. All cases run in the
-same processes, one after the other, because starting them takes longer than running them.
+Run as `python -m tests.engines.trainer_rank RANK WORLD PORT FOLDER`, by `test_trainer_ranks.py`. All cases
+run in the same processes, one after the other, because starting them takes longer than running them.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.timeout(30)
 class VersionEngine:
     """Samples the number of the weights it holds, one token of every sequence in a step.
 
-    `gate` is closed: each step waits for a permit. So a test says how many steps pass before its next command.
+    With a `gate`, each step waits inside for a permit: a test decides what is asked for during which step.
     """
 
     def __init__(self, *, gate: bool = False) -> None:
@@ -33,10 +34,21 @@ class VersionEngine:
         self.fails: Exception | None = None
         self.logprob = -0.5
         self._left: dict[str, int] = {}
+        self._begun = threading.Semaphore(0)
         self._permits = threading.Semaphore(0) if gate else None
+
+    def wait_inside_step(self) -> None:
+        """Return when the next step has begun; it ends when it is allowed to."""
+        assert self._begun.acquire(timeout=10.0)
 
     def allow(self, steps: int) -> None:
         self._permits.release(steps)
+
+    def open(self) -> None:
+        """From here on steps need no permit."""
+        self._permits, gate = None, self._permits
+        if gate is not None:
+            gate.release()
 
     def add(self, sequence_ids, prompt_ids, sampling, seeds, cache_salt) -> None:
         if sampling.top_k == 77:
@@ -50,17 +62,19 @@ class VersionEngine:
         for sequence_id in sequence_ids:
             self._left.pop(sequence_id, None)
 
-    def step(self) -> Iterator[Sampled]:
-        if self._permits is not None:
-            self._permits.acquire()
+    def step(self) -> list[Sampled]:
+        self._begun.release()
+        if (permits := self._permits) is not None:
+            permits.acquire()
         if self.fails is not None:
             raise self.fails
-        for sequence_id in list(self._left):
-            self._left[sequence_id] -= 1
-            done = self._left[sequence_id] == 0
-            if done:
-                del self._left[sequence_id]
-            yield Sampled(sequence_id, [self.weights], [self.logprob], "length" if done else None)
+        self._left = {sequence_id: left - 1 for sequence_id, left in self._left.items()}
+        sampled = [
+            Sampled(sequence_id, [self.weights], [self.logprob], None if left else "length")
+            for sequence_id, left in self._left.items()
+        ]
+        self._left = {sequence_id: left for sequence_id, left in self._left.items() if left}
+        return sampled
 
     def queue_lengths(self) -> tuple[int, int]:
         return len(self._left), 0
@@ -89,8 +103,7 @@ def start() -> Iterator[Callable[..., EngineLoop]]:
 
     yield started
     for loop, engine in loops:
-        if engine._permits is not None:
-            engine.allow(10_000)
+        engine.open()
         loop.close()
 
 
@@ -110,13 +123,11 @@ def weights(value: int, **faults: bool) -> Callable[[], Mapping[str, Any]]:
     return lambda: {"w": value, **faults}
 
 
-def update_between_steps(
-    loop: EngineLoop, engine: VersionEngine, version: int, **options: Any
-) -> threading.Thread:
-    """Ask for an update while the engine is held inside a step."""
-    thread = threading.Thread(target=loop.update, args=(version, weights(version)), kwargs=options)
+def meanwhile(loop: EngineLoop, command: Callable[[], Any]) -> threading.Thread:
+    """Give a blocking command while the engine is inside a step; returns when it lies in the loop's inbox."""
+    thread = threading.Thread(target=command)
     thread.start()
-    while loop._inbox.empty():  # the command is there before the step may end
+    while loop._inbox.empty():
         pass
     return thread
 
@@ -126,16 +137,17 @@ def test_spans_reproduce_the_version_that_sampled_each_token(start) -> None:
     loop = start(engine)
     loop.submit([request("g", n=3, max_tokens=12)])
     for version in (1, 2, 3):
-        engine.allow(2)
-        thread = update_between_steps(loop, engine, version)
+        engine.wait_inside_step()
         engine.allow(1)
-        thread.join()
-    engine.allow(12)
+        engine.wait_inside_step()
+        update = meanwhile(loop, partial(loop.update, version, weights(version)))
+        engine.allow(1)
+        update.join()
+    engine.open()
 
     for completion in outcomes(loop)["g"]:
-        versions = [span.version for span in completion.spans for _ in range(span.start, span.end)]
-        assert completion.token_ids == versions
-        assert versions[-1] == 3
+        assert [(span.version, span.end) for span in completion.spans] == [(0, 2), (1, 4), (2, 6), (3, 12)]
+        assert completion.token_ids == [0, 0, 1, 1, 2, 2, 3, 3, 3, 3, 3, 3]
     assert engine.kv_drops == 3
 
 
@@ -173,6 +185,7 @@ def test_weights_torn_in_the_middle_are_never_served(start) -> None:
     engine = VersionEngine(gate=True)
     loop = start(engine)
     loop.submit([request("waiting")])
+    engine.wait_inside_step()
     failed: list[Exception] = []
 
     def torn_update() -> None:
@@ -181,12 +194,9 @@ def test_weights_torn_in_the_middle_are_never_served(start) -> None:
         except StationDied as error:
             failed.append(error)
 
-    thread = threading.Thread(target=torn_update)
-    thread.start()
-    while loop._inbox.empty() and not failed:
-        pass
+    update = meanwhile(loop, torn_update)
     engine.allow(1)
-    thread.join()
+    update.join()
 
     assert "the disk is gone" in str(failed[0])
     assert loop.version == 0
@@ -220,7 +230,7 @@ def test_a_group_with_a_logprob_that_is_not_a_number_fails_and_others_go_on(star
     failure = outcomes(loop)["diverged"]
     engine.logprob = -0.5
     loop.submit([request("fine")])
-    engine.allow(10)
+    engine.open()
 
     assert failure.reason == "not_finite"
     assert "diverged/0" in failure.message
@@ -241,7 +251,7 @@ def test_an_id_in_use_is_refused_until_its_result_is_out(start) -> None:
     loop = start(engine)
     assert loop.submit([request("g"), request("g")])[1].reason == "rejected"
     assert loop.submit([request("g")])[0].reason == "rejected"
-    engine.allow(8)
+    engine.open()
     outcomes(loop)
 
     assert loop.submit([request("g")]) == [None]
@@ -281,16 +291,13 @@ def test_closing_ends_requests_as_aborted_and_frees_the_engine(start) -> None:
     engine = VersionEngine(gate=True)
     loop = start(engine)
     loop.submit([request("g", n=2)])
-    engine.allow(2)
-    closing = threading.Thread(target=loop.close)
-    closing.start()
-    while loop._inbox.empty() and closing.is_alive():
-        pass
+    engine.wait_inside_step()
+    closing = meanwhile(loop, loop.close)
     engine.allow(1)
     closing.join()
 
     (result,) = loop.collect(0.0)
-    assert [c.finish_reason for c in result.outcome] == ["abort", "abort"]
+    assert [(c.finish_reason, c.token_ids) for c in result.outcome] == [("abort", [0]), ("abort", [0])]
     assert engine.closed
     assert loop.submit([request("late")])[0].reason == "engine_dead"
     with pytest.raises(StationDied, match="was closed"):

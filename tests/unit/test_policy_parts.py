@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from forgelite.errors import ConfigError, WeightMismatch
+from forgelite.policy.engine import build_engine
 from forgelite.policy.environment import policy_environment
 from forgelite.policy.seeds import drawn_seed, given_seed
 from forgelite.policy.weights_loading import read_schema
@@ -38,6 +40,14 @@ def test_the_environment_differs_by_device_and_refuses_an_unknown_one() -> None:
     assert "TORCH_COMPILE_DISABLE" not in policy_environment("cuda")
     with pytest.raises(ValueError, match="tpu"):
         policy_environment("tpu")
+
+
+def test_an_engine_is_not_built_in_a_process_without_that_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING", raising=False)
+    with pytest.raises(ConfigError, match=r"spawn it with .*policy_environment\(\)"):
+        build_engine(tmp_path, engine={}, seed=0)
 
 
 def test_the_client_and_the_loop_import_neither_torch_nor_vllm_nor_monarch() -> None:
@@ -67,7 +77,7 @@ def test_weights_may_come_in_the_dtype_of_the_engine_or_of_the_checkpoint_and_no
     schema = read_schema(folder, tied_head=False, engine_dtype=torch.float32)
     schema.check(tensors(torch.float32))
     schema.check(tensors(torch.bfloat16))
-    with pytest.raises(WeightMismatch, match="model.norm.weight is torch.float16"):
+    with pytest.raises(WeightMismatch, match=r"model\.norm\.weight is torch\.float16"):
         schema.check(tensors(torch.float16))
 
 

@@ -316,5 +316,6 @@ async def test_a_hundred_versions_need_no_more_memory_and_descriptors_than_ten(
     shared, descriptors, resident = await cycles(0, 10)
     shared_later, descriptors_later, resident_later = await cycles(10, 110)
     assert shared_later == shared
-    assert descriptors_later <= descriptors
-    assert resident_later - resident < 4 * size  # one mapping a cycle would come to three hundred times size
+    assert descriptors_later <= descriptors + 2  # the thread pool may still hold the last newcomer's
+    # The allocator keeps some. A tensor or mapping left behind every time would be 100 or 300 times `size`.
+    assert resident_later - resident < 25 * size

@@ -1,0 +1,133 @@
+"""One typed tree: YAML, overrides, checks that name the keys."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forgelite.config import GRPOConfig, SFTConfig, describe_keys, load_config, to_yaml
+from forgelite.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+TOY = ROOT / "configs/grpo/toy.yaml"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs/grpo").glob("*.yaml")), ids=lambda p: p.name)
+def test_every_grpo_config_loads(path):
+    assert load_config(GRPOConfig, path).loop.steps > 0
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs/sft").glob("*.yaml")), ids=lambda p: p.name)
+def test_every_sft_config_loads(path):
+    assert load_config(SFTConfig, path).loop.steps > 0
+
+
+def test_an_override_replaces_a_value():
+    config = load_config(GRPOConfig, TOY, ["loop.depth=3", "loop.max_policy_age=5", "loss.kl_coefficient=0.5"])
+    assert (config.loop.depth, config.loop.max_policy_age, config.loss.kl_coefficient) == (3, 5, 0.5)
+
+
+def test_null_is_no_depth():
+    assert load_config(GRPOConfig, TOY, ["loop.depth=null"]).loop.depth is None
+
+
+def test_an_override_reaches_into_a_list():
+    config = load_config(GRPOConfig, TOY, ["reward.functions.0.timeout_s=2.5"])
+    assert config.reward.functions[0].timeout_s == 2.5
+
+
+def test_an_override_reaches_engine_arguments_by_vllm_s_names():
+    config = load_config(GRPOConfig, TOY, ["policy.engine.max_num_seqs=7", "policy.engine.block_size=64"])
+    assert config.policy.engine["max_num_seqs"] == 7
+    assert config.policy.engine["block_size"] == 64
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("loop.dpeth=1", r"loop\.dpeth: unknown key \(did you mean loop\.depth\?\)"),
+        ("nonsense=1", r"nonsense: unknown key"),
+        ("loop.depth=two", r"loop\.depth: .*given: 'two'"),
+        ("loop.depth=-1", r"loop\.depth: .*given: -1"),
+        ("trainer.optimizer.lr=fast", r"trainer\.optimizer\.lr: "),
+        ("loop.sync_every=3", r"loop\.sync_every=3.*loop\.depth=1"),
+        ("loop.group_size=1", r"loop\.group_size=1.*loop\.filter_zero_variance"),
+        ("loss.clip_low=2", r"loss\.clip_low: .*given: 2"),
+        ("loss.clipp_low=0.1", r"loss\.clipp_low: unknown key \(did you mean loss\.clip_low\?\)"),
+        ("loss.name=nonsense", r"loss: .*clip"),
+        ("policy.engine.dtype=bfloat16", r"policy\.engine\.dtype=bfloat16.*weights\.transfer_dtype"),
+        ("policy.sampling.max_tokens=96", r"policy\.sampling\.max_tokens=96.*trainer\.training\.seq_len=96"),
+        ("policy.engine.max_model_len=128", r"policy\.engine\.max_model_len=128.*trainer\.training\.seq_len=96"),
+        ("loop.max_groups_queued=3", r"loop\.max_groups_queued=3.*loop\.groups_per_step=16"),
+        ("model.name=qwen3", r"model.*name and .*flavor"),
+        ("model.path=null", r"model"),
+        ("policy.replicas=2", r"policy\.replicas"),
+        ("loop.steps", r"'loop\.steps' is not of the form key\.sub=value"),
+        ("reward.functions.7.weight=1", r"reward\.functions\.7\.weight: 7 is not an index into a list of 1"),
+        ("loop.depth.deeper=1", r"loop\.depth is a value"),
+    ],
+)
+def test_a_wrong_key_or_value_is_one_error_that_names_it(override, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config(GRPOConfig, TOY, [override])
+
+
+def test_a_kl_term_without_a_reference_is_refused():
+    with pytest.raises(ConfigError, match=r"loss\.kl_coefficient=0\.1 needs reference\.enabled=true"):
+        load_config(GRPOConfig, TOY, ["loss.kl_coefficient=0.1", "reference.enabled=false"])
+
+
+def test_a_missing_key_is_named(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("run: {dir: x}\n")
+    with pytest.raises(ConfigError, match=r"loop: missing"):
+        load_config(GRPOConfig, path)
+
+
+@pytest.mark.parametrize("text", ["- 1", "a: [", "a: {b: 1", "\x00"])
+def test_a_file_that_is_not_a_mapping_is_an_error_that_names_it(tmp_path, text):
+    path = tmp_path / "broken.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"broken\.yaml"):
+        load_config(GRPOConfig, path)
+
+
+def test_a_missing_file_is_named():
+    with pytest.raises(ConfigError, match=r"no configuration file nowhere\.yaml"):
+        load_config(GRPOConfig, "nowhere.yaml")
+
+
+@given(st.text(st.characters(codec="utf-8"), max_size=30))
+def test_a_text_value_may_hold_any_character(text):
+    """`=`, `:`, `{`, `${x}`, quotes, backslashes, new lines: a value of a text key is taken letter by letter."""
+    assert load_config(GRPOConfig, TOY, [f"run.dir={text}"]).run.dir == text
+
+
+@given(st.text(st.sampled_from("\\${}a=:"), max_size=12))
+def test_a_saved_config_reads_back_equal(text):
+    config = load_config(GRPOConfig, TOY, [f"run.dir={text}"])
+    path = Path(f"/dev/shm/forgelite-test-config-{abs(hash(text))}.yaml")
+    try:
+        path.write_text(to_yaml(config))
+        assert load_config(GRPOConfig, path) == config
+    finally:
+        path.unlink()
+
+
+def test_a_value_may_refer_to_another_key(tmp_path):
+    tree = yaml.safe_load(TOY.read_text())
+    tree["model"]["path"] = "${run.dir}/start"
+    path = tmp_path / "c.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    assert load_config(GRPOConfig, path, ["run.dir=runs/x"]).model.path == "runs/x/start"
+
+
+@pytest.mark.parametrize("schema", [GRPOConfig, SFTConfig])
+def test_every_key_says_what_it_means(schema):
+    keys = list(describe_keys(schema))
+    assert {"run.dir", "loss.name", "trainer.optimizer.lr"} <= {key for key, *_ in keys}
+    assert [key for key, *_, meaning in keys if not meaning] == []

@@ -1,0 +1,184 @@
+"""What a run writes, and waits that end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from forgelite.errors import DeadlineExceeded
+from forgelite.observe.batch_metrics import age_metrics, reward_metrics
+from forgelite.observe.gates import within
+from forgelite.observe.metrics import MetricsLog, Rate, read_metrics
+from forgelite.observe.progress import make_progress
+from forgelite.observe.recorder import Recorder, claim_folder
+from forgelite.observe.report import age_histogram, draw_curves
+from forgelite.types import Score
+from tests.unit.trajectories import make_group
+
+
+async def test_a_wait_that_ends_at_its_deadline_names_the_gate_and_what_it_holds():
+    with pytest.raises(DeadlineExceeded, match=r"waited 0\.01 s for a batch: 3 of 16 are there"):
+        await within(0.01, asyncio.Event().wait(), "a batch", lambda: "3 of 16 are there")
+
+
+async def test_a_timeout_inside_the_awaited_work_is_not_taken_for_the_deadline():
+    async def work():
+        raise TimeoutError("its own")
+
+    with pytest.raises(TimeoutError, match="its own"):
+        await within(5, work(), "work")
+
+
+async def test_a_cancelled_wait_cancels_what_it_waited_for():
+    cancelled = asyncio.Event()
+
+    async def work():
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+
+    waiting = asyncio.ensure_future(within(60, work(), "work"))
+    await asyncio.sleep(0.01)
+    waiting.cancel()
+    await asyncio.wait_for(cancelled.wait(), 1)
+
+
+def test_a_rate_is_written_with_its_numerator_and_denominator(tmp_path):
+    log = MetricsLog(tmp_path, tensorboard=False, wandb=False, config={})
+    log.write(3, {"reward/mean": Rate(numerator=3, denominator=4), "idle/policy": Rate(numerator=0, denominator=0)})
+    log.close()
+    (line,) = read_metrics(tmp_path)
+    assert line["step"] == 3
+    assert (line["reward/mean"], line["reward/mean/numerator"], line["reward/mean/denominator"]) == (0.75, 3, 4)
+    assert line["idle/policy"] is None
+
+
+def test_a_number_that_is_not_finite_is_null_in_json(tmp_path):
+    log = MetricsLog(tmp_path, tensorboard=False, wandb=False, config={})
+    log.write(0, {"loss/policy": float("nan")})
+    assert json.loads((tmp_path / "metrics.jsonl").read_text())["loss/policy"] is None
+
+
+def test_metrics_reach_tensorboard(tmp_path):
+    log = MetricsLog(tmp_path, tensorboard=True, wandb=False, config={})
+    log.write(1, {"reward/mean": 0.5})
+    log.close()
+    assert list((tmp_path / "tensorboard").iterdir())
+
+
+def test_age_metrics_are_taken_over_trajectories():
+    metrics = age_metrics([make_group("g0", versions=(2, 3)), make_group("g1", versions=(3, 3))], 4)
+    assert metrics["age/mean"].value == 1.5
+    assert metrics["age/max"] == 2
+    assert metrics["age/histogram"] == {"1": 2, "2": 2}
+
+
+def test_reward_metrics_hold_every_part():
+    metrics = reward_metrics([Score(reward=1.0, parts={"a": 1.0, "b": 0.0}), Score(reward=0.0, parts={"a": 0.0, "b": 0.0})])
+    assert metrics["reward/mean"].value == 0.5
+    assert metrics["reward/std"] == 0.5
+    assert metrics["reward/a/mean"].value == 0.5
+    assert reward_metrics([]) == {}
+
+
+def record(tmp_path, **options):
+    folder = tmp_path / "run"
+    claim_folder(folder, resume=False)
+    settings = {"tensorboard": False, "wandb": False, "rollouts_per_step": None} | options
+    return folder, Recorder(
+        folder, config_yaml="a: 1\n", config={"a": 1}, progress=make_progress("none", 2, "t"), **settings
+    )
+
+
+async def test_a_run_folder_holds_config_metrics_rollouts_and_summary(tmp_path):
+    folder, recorder = record(tmp_path)
+    with recorder:
+        await recorder.on_step(0, {"eval/reward": Rate(numerator=1, denominator=4)}, [])
+        await recorder.on_step(1, {"reward/mean": 0.5, "ledger/trained": 2}, [make_group("g0")])
+        await recorder.on_step(2, {"eval/reward": Rate(numerator=3, denominator=4)}, [make_group("g1")])
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["exit_reason"] == "completed"
+    assert summary["eval/reward"] == {"before": 0.25, "after": 0.75}
+    assert summary["steps"] == 2
+    assert (folder / "config.yaml").read_text() == "a: 1\n"
+    rollouts = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+    assert [r["trajectory"] for r in rollouts] == ["g0/0", "g0/1", "g1/0", "g1/1"]
+    assert rollouts[2]["age"] == 1
+
+
+async def test_rollouts_are_sampled_evenly_when_there_are_too_many(tmp_path):
+    folder, recorder = record(tmp_path, rollouts_per_step=2)
+    with recorder:
+        await recorder.on_step(1, {}, [make_group("g0", members=4), make_group("g1", members=4)])
+    rollouts = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+    assert [r["trajectory"] for r in rollouts] == ["g0/0", "g1/0"]
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [(RuntimeError("boom"), "failed"), (KeyboardInterrupt(), "interrupted"), (asyncio.CancelledError(), "interrupted")],
+)
+def test_the_summary_says_why_a_run_ended(tmp_path, error, reason):
+    folder, recorder = record(tmp_path)
+    with pytest.raises(type(error)), recorder:
+        raise error
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["exit_reason"] == reason
+    assert summary["error"] == ("RuntimeError: boom" if reason == "failed" else None)
+
+
+def test_an_earlier_run_is_moved_aside_and_not_overwritten(tmp_path):
+    folder, recorder = record(tmp_path)
+    with recorder:
+        pass
+    moved = claim_folder(folder, resume=False)
+    assert (moved / "summary.json").exists()
+    assert list(folder.iterdir()) == []
+    assert claim_folder(folder, resume=True) is None
+
+
+def test_curves_are_drawn_even_from_a_run_without_steps(tmp_path):
+    draw_curves([], tmp_path / "none.png", "t")
+    lines = [
+        {"step": 0, "eval/reward": 0.2},
+        {"step": 1, "reward/mean": 0.3, "idle/trainer": 0.5, "idle/policy": 0.1, "age/histogram": {"0": 3, "1": 1}},
+    ]
+    draw_curves(lines, tmp_path / "curves.png", "t")
+    assert age_histogram(lines) == {0: 3, 1: 1}
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("mode", ["live", "plain", "none"])
+def test_every_display_takes_every_event(mode, capsys):
+    progress = make_progress(mode, 2, "a run")
+    progress.phase("starting")
+    progress.note("something")
+    progress.step({"step": 1, "reward/mean": 0.5, "eval/reward": None, "ledger/trained": 4})
+    progress.close()
+    out = capsys.readouterr().out
+    assert ("0.500" in out) == (mode != "none")
+
+
+async def test_a_resumed_run_goes_on_in_the_same_files_without_the_steps_it_does_again(tmp_path):
+    folder, recorder = record(tmp_path)
+    with recorder:
+        for step in (1, 2, 3):
+            await recorder.on_step(step, {"reward/mean": step / 10}, [make_group(f"g{step}")])
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "rew')  # the run was killed while it wrote this line
+    resumed = Recorder(
+        folder,
+        config_yaml="",
+        config={},
+        progress=make_progress("none", 4, "t"),
+        tensorboard=False,
+        wandb=False,
+        rollouts_per_step=None,
+        first_step=2,
+    )
+    with resumed:
+        await resumed.on_step(3, {"reward/mean": 0.9}, [make_group("g9")])
+    assert [line["reward/mean"] for line in read_metrics(folder)] == [0.1, 0.2, 0.9]

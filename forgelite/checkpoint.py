@@ -9,6 +9,7 @@ is always whole.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import shutil
@@ -33,21 +34,28 @@ async def save_checkpoint(state: Mapping[str, Any], *, folder: Path, trainer: Sa
 
     Args:
         state: the loop's `state_dict`.
-        folder: where checkpoints lie.
+        folder: where checkpoints lie; absolute, for the trainer is another process.
         trainer: at the version of `state`.
         keep: how many stay.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     final = folder / f"step-{state['version']:06d}"
     unfinished = folder / f".{final.name}"
+    await asyncio.to_thread(_begin, unfinished)
+    await trainer.save(str(unfinished / "trainer"))
+    await asyncio.to_thread(_finish, unfinished, final, state, keep)
+
+
+def _begin(unfinished: Path) -> None:
     shutil.rmtree(unfinished, ignore_errors=True)  # left behind by a run that was killed here
-    unfinished.mkdir()
-    await trainer.save(str(unfinished.absolute() / "trainer"))
+    unfinished.mkdir(parents=True)
+
+
+def _finish(unfinished: Path, final: Path, state: Mapping[str, Any], keep: int) -> None:
     (unfinished / "loop.json").write_text(json.dumps(state), encoding="utf-8")
     if final.exists():
         shutil.rmtree(final)
     unfinished.rename(final)
-    for old in _checkpoints(folder)[:-keep]:
+    for old in _checkpoints(final.parent)[:-keep]:
         shutil.rmtree(old)
 
 
@@ -70,8 +78,8 @@ async def load_checkpoint(checkpoint: Path, trainer: SavesState) -> dict[str, An
     Raises:
         ForgeliteError: the trainer's state is of another version than the loop's.
     """
-    state = json.loads((checkpoint / "loop.json").read_text(encoding="utf-8"))
-    version = await trainer.load(str(checkpoint.absolute() / "trainer"))
+    state = json.loads(await asyncio.to_thread((checkpoint / "loop.json").read_text, encoding="utf-8"))
+    version = await trainer.load(str(checkpoint / "trainer"))
     if version != state["version"]:
         raise ForgeliteError(f"{checkpoint}: the trainer is at version {version}, the loop at {state['version']}")
     return state

@@ -1,9 +1,9 @@
 """The command line that every app shares: `--config FILE key.sub=value ...`, exit codes, and Ctrl-C.
 
-    0   the run did what it was asked to
-    1   the run failed; the cause is the last line
-    2   the configuration is wrong, nothing was started
-    130 interrupted (Ctrl-C, SIGTERM)
+0   the run did what it was asked to
+1   the run failed; the cause is the last line
+2   the configuration is wrong, nothing was started
+130 interrupted (Ctrl-C, SIGTERM)
 """
 
 from __future__ import annotations

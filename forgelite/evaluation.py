@@ -40,9 +40,7 @@ async def evaluate(
 async def _evaluate(prompts: Sequence[Prompt], rollout: Rollout, score: ScoreSamples) -> dict[str, Any]:
     start = time.monotonic()
     # "eval" keeps the request ids apart from those of training groups.
-    rolled_out = await asyncio.gather(
-        *(rollout.run(f"eval{p.prompt_id}", p, 1) for p in prompts)
-    )
+    rolled_out = await asyncio.gather(*(rollout.run(f"eval{p.prompt_id}", p, 1) for p in prompts))
     answered = [
         (prompt, member)
         for prompt, (member,) in zip(prompts, rolled_out, strict=True)

@@ -65,9 +65,7 @@ def choose_device(asked: Literal["auto", "cpu", "cuda"]) -> Device:
 
 
 @asynccontextmanager
-async def launch(
-    config: GRPOConfig, *, on_phase: Callable[[str], None] = lambda text: None
-) -> AsyncIterator[Stations]:
+async def launch(config: GRPOConfig, *, on_phase: Callable[[str], None] = lambda text: None) -> AsyncIterator[Stations]:
     """The stations of `config`; ended when the block ends, however it ends.
 
     Args:
@@ -102,9 +100,7 @@ async def launch(
         )
         setups = [
             policy.call(
-                policy.actor.setup.call_one(
-                    config.model.path, dict(config.policy.engine), config.run.seed, 0, store
-                ),
+                policy.actor.setup.call_one(config.model.path, dict(config.policy.engine), config.run.seed, 0, store),
                 mesh.setup_timeout_s,
                 "setup",
             ),
@@ -127,9 +123,7 @@ async def launch(
             ),
         ]
         if config.reference.enabled:
-            reference = fleet.spawn(
-                "reference", ReferenceActor, environment=_environment(device, mesh.reference_gpus)
-            )
+            reference = fleet.spawn("reference", ReferenceActor, environment=_environment(device, mesh.reference_gpus))
             setup = reference.actor.setup.call_one(config.model, seq_len, config.run.seed, temperature)
             setups.append(reference.call(setup, mesh.setup_timeout_s, "setup"))
             row_length = config.reference.row_length or seq_len
@@ -210,9 +204,7 @@ async def _close_trainer(handle: TrainerHandle) -> None:
 
 async def _start_rewards(fleet: Fleet, reward: RewardConfig, mesh: MeshConfig) -> RewardHandle:
     station = fleet.spawn("reward", RewardActor, environment=_environment("cpu", None), expendable=True)
-    specs = [
-        RewardSpec(path=f.path, name=f.name, weight=f.weight, timeout_s=f.timeout_s) for f in reward.functions
-    ]
+    specs = [RewardSpec(path=f.path, name=f.name, weight=f.weight, timeout_s=f.timeout_s) for f in reward.functions]
     setup = station.actor.setup.call_one(specs, reward.max_concurrency, reward.max_threads)
     await station.call(setup, mesh.setup_timeout_s, "setup")
     return RewardHandle(station, stop=fleet.stop)

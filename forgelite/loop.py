@@ -185,7 +185,10 @@ class Loop:
         Groups in flight are not finished anywhere else, so their prompts are given back.
         """
         prompts = self._prompts.state_dict()
-        prompts["given_back"] = [*prompts["given_back"], *(int(p.prompt_id) for p, _ in self._in_flight.values())]
+        prompts["given_back"] = [
+            *prompts["given_back"],
+            *(int(p.prompt_id) for p, _ in self._in_flight.values()),
+        ]
         return {
             "version": self.version,
             "next_group": self._next_group,
@@ -260,10 +263,11 @@ class Loop:
             if self._failed_groups.bit_count() == 1:  # the 1st, 2nd, 4th, 8th ...: a notice, not a flood
                 self._observer.on_note(f"{_first_failure(scored)} [groups with failures so far: {self._failed_groups}]")
         self._failed_in_a_row = 0 if scored.scores else self._failed_in_a_row + 1
-        self._filtered_in_a_row = self._filtered_in_a_row + 1 if scored.filtered else 0
+        flat = "zero_variance" in scored.filtered.values()
+        self._filtered_in_a_row = self._filtered_in_a_row + 1 if flat else 0
         if self._failed_in_a_row >= 2 * self._config.groups_per_step:
             raise ForgeliteError(
-                f"all members of the last {self._failed_in_a_row} groups failed, most recently: {_first_failure(scored)}"
+                f"all members of the last {self._failed_in_a_row} groups failed, the last one: {_first_failure(scored)}"
             )
         if self._filtered_in_a_row and self._filtered_in_a_row % self._config.groups_per_step == 0:
             self._observer.on_note(
@@ -290,9 +294,7 @@ class Loop:
     async def _train(self) -> None:
         clock, usage = time.monotonic(), self._policy.usage()
         while self.version < self._config.steps:
-            groups = await within(
-                self._config.batch_timeout_s, self._take(), "a training batch", self._diagnose
-            )
+            groups = await within(self._config.batch_timeout_s, self._take(), "a training batch", self._diagnose)
             waited = time.monotonic() - clock
             # Packing order follows the groups' numbers, so that the same groups always make the same batch.
             trajectories = [t for g in sorted(groups, key=_number) for t in g.trajectories]

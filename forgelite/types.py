@@ -176,9 +176,7 @@ class Trajectory:
         if self.reference_logprobs is not None:
             sizes.add(len(self.reference_logprobs))
         if len(sizes) != 1:
-            raise ValueError(
-                f"trajectory {self.trajectory_id}: token_ids, loss_mask and logprobs have {sizes} entries"
-            )
+            raise ValueError(f"trajectory {self.trajectory_id}: token_ids, loss_mask and logprobs have {sizes} entries")
         if self.loss_mask and self.loss_mask[0]:
             raise ValueError(f"trajectory {self.trajectory_id}: the first token cannot be trained")
 

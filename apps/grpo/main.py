@@ -1,6 +1,6 @@
 """Asynchronous GRPO: a policy generates while a trainer trains, and takes the new weights between two of its steps.
 
-    python -m apps.grpo.main --config configs/grpo/toy.yaml loop.steps=20 run.dir=runs/mine
+python -m apps.grpo.main --config configs/grpo/toy.yaml loop.steps=20 run.dir=runs/mine
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ async def main(config: GRPOConfig) -> None:
     from forgelite.scoring.group import score_group
 
     inputs = prepare(config)
-    checkpoints = Path(config.run.dir, "checkpoints")
+    checkpoints = Path.cwd() / config.run.dir / "checkpoints"
     checkpoint = newest_checkpoint(checkpoints) if config.run.resume else None
     with open_recorder(config, steps=config.loop.steps, checkpoint=checkpoint) as recorder:
         async with launch(config, on_phase=recorder.on_phase) as stations:

@@ -25,8 +25,14 @@ def report(folder: Path) -> None:
         gaps = [line["mismatch/logprob_abs_max"] for line in steps if "mismatch/logprob_abs_max" in line]
         rows += [
             ("trained trajectories by age", ages),
-            ("rejected / filtered / failed", " / ".join(str(summary[f"ledger/{s}"]) for s in ("rejected", "filtered", "failed"))),
-            ("generated tokens a second", f"{sum(line['tokens/generated'] for line in steps) / seconds:,.0f}"),
+            (
+                "rejected / filtered / failed",
+                " / ".join(str(summary[f"ledger/{s}"]) for s in ("rejected", "filtered", "failed")),
+            ),
+            (
+                "generated tokens a second",
+                f"{sum(line['tokens/generated'] for line in steps) / seconds:,.0f}",
+            ),
         ]
         if gaps:
             rows.append(("largest logprob gap, policy to trainer", f"{max(gaps):.1e}"))

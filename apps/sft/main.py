@@ -35,11 +35,15 @@ async def main(config: SFTConfig) -> None:
                 start = time.monotonic()
                 batch = pack([next(demonstrations) for _ in range(config.loop.batch_size)], row_length)
                 result = await trainer.train_step(batch)
-                metrics = {"version": result.version, **result.metrics, "time/step_s": time.monotonic() - start}
+                metrics = {
+                    "version": result.version,
+                    **result.metrics,
+                    "time/step_s": time.monotonic() - start,
+                }
                 if step == steps or (config.eval.every and step % config.eval.every == 0):
                     metrics |= await held_out_loss()
                 await recorder.on_step(step, metrics, [])
-            await trainer.save_hf(str(Path(config.run.dir, "checkpoints", "hf")))
+            await trainer.save_hf(str(Path.cwd() / config.run.dir / "checkpoints" / "hf"))
 
 
 if __name__ == "__main__":

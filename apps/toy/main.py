@@ -1,6 +1,6 @@
 """Build the toy's starting point: a tiny Llama with random weights and a tokenizer of single characters.
 
-    python -m apps.toy.main [folder]        default: runs/toy-base
+python -m apps.toy.main [folder]        default: runs/toy-base
 """
 
 from __future__ import annotations

@@ -25,9 +25,7 @@ from forgelite.types import Trajectory
 OnStale = Literal["drop_sample", "drop_group", "mask_tokens"]
 
 
-def groups_to_start(
-    *, number: int, groups_per_step: int, served_version: int, depth: int | None
-) -> int | None:
+def groups_to_start(*, number: int, groups_per_step: int, served_version: int, depth: int | None) -> int | None:
     """How many groups may start now.
 
     Args:

@@ -39,9 +39,7 @@ def check_config(schema: type[T], tree: Any, source: str = "the configuration") 
     try:
         return schema.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError(
-            "\n".join([f"{source}:", *(f"  {line}" for line in _explain(schema, error))])
-        ) from None
+        raise ConfigError("\n".join([f"{source}:", *(f"  {line}" for line in _explain(schema, error))])) from None
 
 
 def to_yaml(config: BaseModel) -> str:

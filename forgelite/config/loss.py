@@ -44,9 +44,7 @@ class ClipLossConfig(Section):
 class CrossEntropyLossConfig(Section):
     """Supervised fine-tuning: the mean negative log-probability of the trained tokens."""
 
-    name: Literal["cross_entropy"] = Field(
-        default="cross_entropy", description="which loss: clip, cross_entropy"
-    )
+    name: Literal["cross_entropy"] = Field(default="cross_entropy", description="which loss: clip, cross_entropy")
     aggregation: Literal["token_mean"] = Field(
         default="token_mean",
         description="mean over the trained tokens of the whole batch, on all ranks together",

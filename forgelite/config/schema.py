@@ -135,9 +135,7 @@ class PolicyConfig(Section):
     replicas: Literal[1] = Field(1, description="policy processes")
     update: UpdateConfig = Field(default_factory=UpdateConfig)
     sampling: SamplingConfig
-    engine: dict[str, Any] = Field(
-        default_factory=dict, description="passed to vLLM's EngineArgs, by vLLM's own names"
-    )
+    engine: dict[str, Any] = Field(default_factory=dict, description="passed to vLLM's EngineArgs, by vLLM's own names")
     request_timeout_s: float = Field(300.0, gt=0, description="deadline of one generation request")
 
 
@@ -184,12 +182,8 @@ class RewardConfig(Section):
 class ReferenceConfig(Section):
     """The frozen starting model."""
 
-    enabled: bool = Field(
-        False, description="compute the reference's logprobs, for loss/kl_ref and the KL term"
-    )
-    row_length: int | None = Field(
-        None, ge=2, description="tokens in a packed row; default: trainer.training.seq_len"
-    )
+    enabled: bool = Field(False, description="compute the reference's logprobs, for loss/kl_ref and the KL term")
+    row_length: int | None = Field(None, ge=2, description="tokens in a packed row; default: trainer.training.seq_len")
 
 
 class WeightsConfig(Section):

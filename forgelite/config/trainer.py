@@ -48,9 +48,7 @@ class LRSchedulerConfig(Section):
         description="Share of the steps in which the rate decays. 0: it stays constant after the warm-up. "
         "Null: it decays from the end of the warm-up.",
     )
-    decay_type: Literal["linear", "sqrt", "cosine"] = Field(
-        default="linear", description="Shape of the decay."
-    )
+    decay_type: Literal["linear", "sqrt", "cosine"] = Field(default="linear", description="Shape of the decay.")
     min_lr_factor: float = Field(
         default=0.0, ge=0, le=1, description="The rate at the end of the decay, as a share of optimizer.lr."
     )
@@ -69,15 +67,11 @@ class ParallelismConfig(Section):
         default="default",
         description="Whether weights gathered for the forward pass are freed before the backward.",
     )
-    tensor_parallel_degree: int = Field(
-        default=1, ge=1, description="Processes over which each matrix is split."
-    )
+    tensor_parallel_degree: int = Field(default=1, ge=1, description="Processes over which each matrix is split.")
     enable_sequence_parallel: bool = Field(
         default=True, description="Shard activations along the sequence between tensor-parallel matrices."
     )
-    expert_parallel_degree: int = Field(
-        default=1, ge=1, description="Processes over which experts are dealt."
-    )
+    expert_parallel_degree: int = Field(default=1, ge=1, description="Processes over which experts are dealt.")
     pipeline_parallel_degree: int = Field(default=1, description="Only 1: pipelines are not supported.")
     context_parallel_degree: int = Field(default=1, description="Only 1: packed rows are not split.")
     spmd_backend: Literal["partial_dtensor"] = Field(
@@ -98,8 +92,7 @@ class ParallelismConfig(Section):
     def _no_context_parallelism(cls, degree: int) -> int:
         if degree != 1:
             raise ValueError(
-                "context parallelism is not supported (torchtitan has none for packed rows): "
-                f"set 1, not {degree}"
+                f"context parallelism is not supported (torchtitan has none for packed rows): set 1, not {degree}"
             )
         return degree
 
@@ -136,15 +129,9 @@ class TrainerConfig(Section):
     """Everything below `trainer.`."""
 
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="AdamW.")
-    lr_scheduler: LRSchedulerConfig = Field(
-        default_factory=LRSchedulerConfig, description="Learning rate over time."
-    )
-    parallelism: ParallelismConfig = Field(
-        default_factory=ParallelismConfig, description="Processes and sharding."
-    )
-    training: TrainingConfig = Field(
-        default_factory=TrainingConfig, description="Microbatches, clipping, precision."
-    )
+    lr_scheduler: LRSchedulerConfig = Field(default_factory=LRSchedulerConfig, description="Learning rate over time.")
+    parallelism: ParallelismConfig = Field(default_factory=ParallelismConfig, description="Processes and sharding.")
+    training: TrainingConfig = Field(default_factory=TrainingConfig, description="Microbatches, clipping, precision.")
 
     @model_validator(mode="after")
     def _warmup_fits_the_schedule(self) -> Self:

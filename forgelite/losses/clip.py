@@ -31,9 +31,7 @@ def clipped_surrogate(
     return torch.maximum(free, bounded), (bounded > free).detach()
 
 
-def clip_loss(
-    inputs: LossInputs, config: ClipLossConfig, *, denominator: float, trainer_version: int
-) -> LossOutput:
+def clip_loss(inputs: LossInputs, config: ClipLossConfig, *, denominator: float, trainer_version: int) -> LossOutput:
     """The clipped surrogate of the ratio to the behaviour policy, plus `kl_coefficient` times k3.
 
     The ratio is taken against the probabilities that the tokens were really sampled with, so that it is also

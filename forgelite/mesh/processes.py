@@ -61,10 +61,13 @@ class Station:
 
 
 def spawn(name: str, actor: type[Actor], *, environment: Mapping[str, str], processes: int = 1) -> Station:
-    """Spawn `processes` processes on this host with one actor in each. Returns at once; nothing is built yet."""
+    """Spawn `processes` processes on this host with one actor in each. Returns at once; nothing is built yet.
+
+    A process can be told from the others by the variable FORGELITE_STATION in its environment.
+    """
 
     def command(point: Any) -> Any:
-        return default_bootstrap_cmd().with_env(dict(environment))
+        return default_bootstrap_cmd().with_env({**environment, "FORGELITE_STATION": name})
 
     mesh = this_host().spawn_procs(per_host={"procs": processes}, bootstrap_command=command, name=name)
     return Station(name=name, processes=mesh, actor=mesh.spawn(name, actor))

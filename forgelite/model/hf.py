@@ -48,15 +48,11 @@ def load_hf(model: Decoder, spec: ModelSpec, tensors: Mapping[str, torch.Tensor]
     _check_names(given, dict(_expected(model, spec)))
     if spec.model.enable_weight_tying and "lm_head.weight" in given:
         if not torch.equal(given["lm_head.weight"], given["model.embed_tokens.weight"]):
-            raise WeightMismatch(
-                "lm_head.weight differs from model.embed_tokens.weight, but the config ties them"
-            )
+            raise WeightMismatch("lm_head.weight differs from model.embed_tokens.weight, but the config ties them")
         del given["lm_head.weight"]
     converted = spec.state_dict_adapter(spec.model, None).from_hf(given)
     current = model.state_dict()
-    model.load_state_dict(
-        {name: _placed(tensor, current[name]) for name, tensor in converted.items()}, strict=True
-    )
+    model.load_state_dict({name: _placed(tensor, current[name]) for name, tensor in converted.items()}, strict=True)
 
 
 def read_hf(folder: Path) -> dict[str, torch.Tensor]:
@@ -88,9 +84,7 @@ def export_hf(model: Decoder, spec: ModelSpec) -> Iterator[tuple[str, torch.Tens
             yield from adapter.to_hf({name: whole.detach()}).items()
 
 
-def write_hf_folder(
-    folder: Path, definition: ModelDefinition, tensors: Iterable[tuple[str, torch.Tensor]]
-) -> None:
+def write_hf_folder(folder: Path, definition: ModelDefinition, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Write config.json, the tokenizer files of the starting model and the weights as safetensors.
 
     Written beside its place and renamed, so that a reader sees the old folder, none, or the whole new one.

@@ -183,9 +183,7 @@ def _rope(config: Mapping[str, Any], family: str, source: str) -> tuple[float, R
     theta = parameters.get("rope_theta", config.get("rope_theta", 10000.0))
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     if parameters.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ConfigError(
-            f"{source}: partial_rotary_factor={parameters['partial_rotary_factor']} is not supported"
-        )
+        raise ConfigError(f"{source}: partial_rotary_factor={parameters['partial_rotary_factor']} is not supported")
     if kind == "default":
         return theta, None
     if kind != "llama3" or family != "llama3":

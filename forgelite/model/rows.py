@@ -10,9 +10,7 @@ import torch
 from forgelite.types import TrainingBatch
 
 
-def microbatches(
-    batch: TrainingBatch, rows: int, *, index: int = 0, count: int = 1
-) -> Iterator[TrainingBatch]:
+def microbatches(batch: TrainingBatch, rows: int, *, index: int = 0, count: int = 1) -> Iterator[TrainingBatch]:
     """Every `count`-th row from `index` on, `rows` at a time, without columns that hold only padding.
 
     All of the `count` ranks yield the same number of pieces, so that their collectives match: one that has run

@@ -78,9 +78,7 @@ def define_model(config: ModelConfig, *, device: torch.device, max_seq_len: int)
             _check_agreement(arch, found, config)
         arch = found
     if max_seq_len > arch.max_positions:
-        raise ConfigError(
-            f"trainer.training.seq_len={max_seq_len} exceeds the model's {arch.max_positions} positions"
-        )
+        raise ConfigError(f"trainer.training.seq_len={max_seq_len} exceeds the model's {arch.max_positions} positions")
     spec = _spec(replace(arch, max_positions=max_seq_len), config.flavor or "hf")
     if device.type == "cpu":
         use_cpu_attention(spec.model)
@@ -99,9 +97,7 @@ def _named_architecture(name: str, flavor: str) -> Architecture:
 
 
 def _parameters(function: Any) -> tuple[str, ...]:
-    return function.__code__.co_varnames[
-        : function.__code__.co_argcount + function.__code__.co_kwonlyargcount
-    ]
+    return function.__code__.co_varnames[: function.__code__.co_argcount + function.__code__.co_kwonlyargcount]
 
 
 def _architecture_of_titan(name: str, model: Decoder.Config) -> Architecture:
@@ -115,9 +111,7 @@ def _architecture_of_titan(name: str, model: Decoder.Config) -> Architecture:
         heads=attention.n_heads,
         kv_heads=attention.n_kv_heads or attention.n_heads,
         head_dim=attention.head_dim or model.dim // attention.n_heads,
-        hidden=layer.feed_forward.w1.out_features
-        if moe is None
-        else moe.routed_experts.inner_experts.hidden_dim,
+        hidden=layer.feed_forward.w1.out_features if moe is None else moe.routed_experts.inner_experts.hidden_dim,
         eps=model.norm.eps,
         rope_theta=rope.theta,
         rope_scaling=RopeScaling(

@@ -11,9 +11,7 @@ from forgelite.errors import DeadlineExceeded
 T = TypeVar("T")
 
 
-async def within(
-    seconds: float, awaitable: Awaitable[T], gate: str, diagnose: Callable[[], str] | None = None
-) -> T:
+async def within(seconds: float, awaitable: Awaitable[T], gate: str, diagnose: Callable[[], str] | None = None) -> T:
     """Await with a deadline.
 
     Args:

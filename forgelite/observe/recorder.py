@@ -1,11 +1,11 @@
 """The run folder: what is written while a run goes, and what stands there at its end.
 
-    <run.dir>/config.yaml       the resolved configuration
-              metrics.jsonl     one object a step
-              rollouts.jsonl    sampled texts with reward, versions, age
-              tensorboard/      the same metrics
-              checkpoints/      see the apps
-              summary.json      final figures and why the run ended
+<run.dir>/config.yaml       the resolved configuration
+          metrics.jsonl     one object a step
+          rollouts.jsonl    sampled texts with reward, versions, age
+          tensorboard/      the same metrics
+          checkpoints/      see the apps
+          summary.json      final figures and why the run ended
 """
 
 from __future__ import annotations
@@ -109,10 +109,7 @@ class Recorder:
         self._metrics.close()
         self._rollouts.close()
         self._progress.close()
-        if error is None:
-            reason = "completed"
-        else:
-            reason = "failed" if isinstance(error, Exception) else "interrupted"
+        reason = _exit_reason(error)
         write_json(
             self._folder / "summary.json",
             {
@@ -122,6 +119,12 @@ class Recorder:
                 **self._summary,
             },
         )
+
+
+def _exit_reason(error: BaseException | None) -> str:
+    if error is None:
+        return "completed"
+    return "failed" if isinstance(error, Exception) else "interrupted"
 
 
 def _drop_steps_after(path: Path, step: int) -> None:

@@ -82,9 +82,7 @@ class PolicyClient:
         self._dead: str | None = None
         self.stats: EngineStats | None = None  # as of the last poll; None: none has been answered yet
 
-    async def generate_group(
-        self, request: GroupRequest, *, timeout_s: float | None = None
-    ) -> list[Completion]:
+    async def generate_group(self, request: GroupRequest, *, timeout_s: float | None = None) -> list[Completion]:
         """Sample the members of one group.
 
         When the caller is cancelled, or the deadline passes, the request is ended in the engine too.
@@ -133,9 +131,7 @@ class PolicyClient:
         session: str | None = None,
     ) -> Completion:
         """Sample one completion, whose id is `<request_id>/0`. Raises what `generate_group` raises."""
-        request = GroupRequest(
-            request_id=request_id, prompt_ids=tuple(prompt_ids), sampling=sampling, session=session
-        )
+        request = GroupRequest(request_id=request_id, prompt_ids=tuple(prompt_ids), sampling=sampling, session=session)
         (completion,) = await self.generate_group(request)
         return completion
 
@@ -197,9 +193,7 @@ class PolicyClient:
         """Poll as long as somebody waits. The only task that does, so there is one poll at a time."""
         while self._waiting and self._dead is None:
             bound = self._poll_s + self._answer_s
-            collected = await self._ask(
-                self._calls.collect(self._poll_s), bound, "the policy's poll for results"
-            )
+            collected = await self._ask(self._calls.collect(self._poll_s), bound, "the policy's poll for results")
             self.stats = collected.stats
             for result in collected.results:
                 self._settle(result.request_id, result.outcome)

@@ -82,9 +82,7 @@ class VllmEngine:
         self._model_runner = client.engine_core.model_executor.driver_worker.worker.model_runner
         self._schema = schema
         self.capabilities = _capabilities(config)
-        self.limits = Limits(
-            vocab_size=self.capabilities.vocab_size, max_model_len=self.capabilities.max_model_len
-        )
+        self.limits = Limits(vocab_size=self.capabilities.vocab_size, max_model_len=self.capabilities.max_model_len)
 
     def add(
         self,
@@ -234,15 +232,11 @@ def _check_arguments(engine: Mapping[str, Any]) -> None:
     known = {field.name for field in dataclasses.fields(EngineArgs)}
     for name, value in engine.items():
         if name in _OWN_ARGUMENTS:
-            raise ConfigError(
-                f"policy.engine.{name} is set by forgelite ({_OWN_ARGUMENTS[name]}): leave it out"
-            )
+            raise ConfigError(f"policy.engine.{name} is set by forgelite ({_OWN_ARGUMENTS[name]}): leave it out")
         if name not in known:
             raise ConfigError(f"policy.engine.{name}: vLLM's EngineArgs has no such argument")
         if name in _ONE_DEVICE and value != 1:
-            raise ConfigError(
-                f"policy.engine.{name}={value}: a policy replica is one device, so it must be 1"
-            )
+            raise ConfigError(f"policy.engine.{name}={value}: a policy replica is one device, so it must be 1")
     if "kv_cache_memory_bytes" in engine and os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
         raise ConfigError(
             "policy.engine.kv_cache_memory_bytes would be overwritten by the environment variable "
@@ -276,9 +270,7 @@ def _engine_config(model_path: str | Path, engine: Mapping[str, Any], seed: int,
         ).create_engine_config()
     except (TypeError, ValueError) as error:  # vLLM's and pydantic's validation errors are ValueErrors
         named = ", ".join(f"policy.engine.{name}={value!r}" for name, value in engine.items())
-        raise ConfigError(
-            f"vLLM refuses model.path={model_path} with {named or 'its defaults'}: {error}"
-        ) from error
+        raise ConfigError(f"vLLM refuses model.path={model_path} with {named or 'its defaults'}: {error}") from error
 
 
 def _kv_blocks(config: Any, limit_bytes: int) -> int:
@@ -313,9 +305,7 @@ def _vllm_sampling(sampling: SamplingParams) -> Any:
 
 def _capabilities(config: Any) -> Capabilities:
     layers = config.compilation_config.static_forward_context.values()
-    backends = {
-        layer.attn_backend.get_name() for layer in layers if getattr(layer, "attn_backend", None) is not None
-    }
+    backends = {layer.attn_backend.get_name() for layer in layers if getattr(layer, "attn_backend", None) is not None}
     cache = config.cache_config
     return Capabilities(
         vocab_size=config.model_config.get_vocab_size(),

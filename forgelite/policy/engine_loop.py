@@ -169,9 +169,7 @@ class EngineLoop:
         self._inbox.put(self._stop)
         self._thread.join(_JOIN_S)
         if self._thread.is_alive():
-            raise StationDied(
-                f"the policy engine is still inside a step after {_JOIN_S:g} s; end its process"
-            )
+            raise StationDied(f"the policy engine is still inside a step after {_JOIN_S:g} s; end its process")
 
     # In the caller's thread.
 

@@ -100,9 +100,7 @@ def sampling_fault(logprobs: list[float], token_ids: list[int], finish_reason: s
     Weights that have diverged give logits that are not numbers, from which vLLM still picks some token.
     """
     if len(logprobs) != len(token_ids):
-        return Failure(
-            reason="engine_error", message=f"{len(token_ids)} tokens came with {len(logprobs)} logprobs"
-        )
+        return Failure(reason="engine_error", message=f"{len(token_ids)} tokens came with {len(logprobs)} logprobs")
     if not all(map(math.isfinite, logprobs)):
         return Failure(reason="not_finite", message=f"the logprob of a sampled token is {logprobs[-1]}")
     if finish_reason is not None and finish_reason not in _REAL_ENDS:

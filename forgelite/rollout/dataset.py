@@ -27,8 +27,7 @@ def load_rows(source: str, args: Mapping[str, Any], key: str) -> list[Row]:
     Raises:
         ConfigError: there is no such file or function, a line is not a JSON object, or there are no rows.
     """
-    module, colon, function = source.rpartition(":")
-    if colon and not source.endswith(".jsonl"):
+    if ":" in source and not source.endswith(".jsonl"):
         rows = list(import_object(source, key)(**args))
     else:
         rows = _read_jsonl(Path(source), key)

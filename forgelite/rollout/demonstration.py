@@ -21,7 +21,9 @@ def demonstration(prompt: Prompt, *, tokenizer: Tokenizer, column: str, max_toke
     """
     answer = prompt.row.get(column)
     if not isinstance(answer, str):
-        raise ConfigError(f"data.answer: row {prompt.prompt_id} has {type(answer).__name__} in column {column!r}, not a text")
+        raise ConfigError(
+            f"data.answer: row {prompt.prompt_id} has {type(answer).__name__} in column {column!r}, not a text"
+        )
     if tokenizer.eos_token_id is None:
         raise ConfigError("model.tokenizer: it has no end-of-sequence token to end a demonstration with")
     answer_ids = [*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id]

@@ -1,8 +1,8 @@
 """What answers the policy: an environment per trajectory.
 
-    reset(prompt) ──observation──> policy ──completion──> step ──> observation, reward, done
-                                     ^                       │
-                                     └───── not done ────────┘
+reset(prompt) ──observation──> policy ──completion──> step ──> observation, reward, done
+                                 ^                       │
+                                 └───── not done ────────┘
 """
 
 from __future__ import annotations

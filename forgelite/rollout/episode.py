@@ -17,7 +17,7 @@ from typing import Protocol
 
 from forgelite.errors import DeadlineExceeded, GenerationFailed, RequestRejected
 from forgelite.observe.gates import within
-from forgelite.rollout.environment import Environment, EnvironmentFactory, SingleTurn, Transition
+from forgelite.rollout.environment import Environment, EnvironmentFactory, SingleTurn
 from forgelite.rollout.tokenizer import Tokenizer
 from forgelite.types import Completion, Failure, GroupRequest, Prompt, SamplingParams, Trajectory
 

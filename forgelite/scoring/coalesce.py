@@ -17,9 +17,7 @@ Result = TypeVar("Result")
 class Coalescer(Generic[Item, Result]):
     """Turns `call(items) -> results` into `await submit(items) -> results` for many callers."""
 
-    def __init__(
-        self, call: Callable[[list[Item]], Awaitable[Sequence[Result]]], *, max_calls: int = 2
-    ) -> None:
+    def __init__(self, call: Callable[[list[Item]], Awaitable[Sequence[Result]]], *, max_calls: int = 2) -> None:
         self._call = call
         self._slots = asyncio.Semaphore(max_calls)
         self._waiting: list[tuple[Sequence[Item], asyncio.Future[Sequence[Result]]]] = []

@@ -38,9 +38,7 @@ class RewardActor(Actor):
     @concurrent_endpoint
     async def setup(self, rewards: Sequence[RewardSpec], max_concurrency: int, max_threads: int) -> None:
         """Import the rewards. Raises ConfigError if one cannot be imported."""
-        loaded = [
-            load_reward(r.path, name=r.name, weight=r.weight, timeout_s=r.timeout_s) for r in rewards
-        ]
+        loaded = [load_reward(r.path, name=r.name, weight=r.weight, timeout_s=r.timeout_s) for r in rewards]
         self._scorer = Scorer(loaded, max_concurrency=max_concurrency, max_threads=max_threads)
 
     @concurrent_endpoint

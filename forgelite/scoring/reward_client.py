@@ -1,7 +1,7 @@
 """The controller's side of the rewards: one handle, behind which the reward process may be replaced.
 
-A reward is the user's code and may do anything to its process. When the process dies, does not answer, or has too many
-threads that hang, a new one takes its place; the samples of a call that got no answer are failures, and the run goes on.
+A reward is the user's code and may do anything to its process. When the process dies, does not answer, or has too
+many threads that hang, a new one takes its place. The samples of a call without an answer are failures; the run goes on.
 """
 
 from __future__ import annotations
@@ -92,7 +92,9 @@ class RewardClient:
                 return  # another call has done it already
             self._replaced_in_a_row += 1
             if self._replaced_in_a_row > MAX_REPLACEMENTS_IN_A_ROW:
-                raise StationDied(f"the reward process was replaced {MAX_REPLACEMENTS_IN_A_ROW} times in a row: {reason}")
+                raise StationDied(
+                    f"the reward process was replaced {MAX_REPLACEMENTS_IN_A_ROW} times in a row: {reason}"
+                )
             logger.warning("replacing the reward process: %s", reason)
             await process.stop()
             self._process = await self._replace()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -24,6 +25,8 @@ from forgelite.model.build import build_model, starting_weights
 from forgelite.model.hf import load_hf
 from forgelite.model.spec import ModelDefinition, define_model
 from forgelite.trainer.ranks import ALONE, Rank, Share
+
+logger = logging.getLogger(__name__)
 
 _NO_END = 2**62  # steps of a schedule that never decays
 
@@ -77,6 +80,14 @@ def assemble(
         built, share, expert_parallel = build_model(definition, seed, device), ALONE, False
     else:
         built, share, expert_parallel = _build_parallel(definition, config, seed, device, rank)
+    logger.info(
+        "trainer: %s on %s, %s attention, %s matrices, %d data-parallel rank(s)",
+        definition.spec.name,
+        device,
+        "SDPA" if device.type == "cpu" else "varlen",
+        config.training.mixed_precision_param,
+        share.count,
+    )
     optimizers = _optimizers(built, config.optimizer)
     schedulers, last_step = _schedulers(optimizers, config.lr_scheduler, steps)
     return Parts(

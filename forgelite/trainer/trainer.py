@@ -196,9 +196,7 @@ class Trainer:
             raise ValueError("the batch has no trained token: there is nothing to learn from it")
         return tokens
 
-    def _accumulate(
-        self, batch: TrainingBatch, loss: Loss, tokens: int, *, with_gradient: bool
-    ) -> dict[str, float]:
+    def _accumulate(self, batch: TrainingBatch, loss: Loss, tokens: int, *, with_gradient: bool) -> dict[str, float]:
         sums: dict[str, torch.Tensor] = {}
         maxima: dict[str, torch.Tensor] = {}
         share, rows = self._parts.share, self._config.training.local_batch_size

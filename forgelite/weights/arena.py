@@ -104,9 +104,7 @@ class ArenaWriter:
             self._check_open()
             latest = max(self.versions(), default=-1)
             if version <= latest:
-                raise WeightError(
-                    f"cannot publish version {version} after version {latest}: versions must rise"
-                )
+                raise WeightError(f"cannot publish version {version} after version {latest}: versions must rise")
             check_tensors(self.layout.infos, tensors, owner=f"the arena {self.path.name}")
             self._check_ties(tensors)
             slot = min(range(self.layout.slots), key=self._age_order)
@@ -201,9 +199,7 @@ class ArenaReader:
             size = os.fstat(self._descriptor).st_size
             if not size:
                 raise WeightError(f"{path} is empty")
-            memory = mmap.mmap(
-                self._descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ
-            )
+            memory = mmap.mmap(self._descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ)
             self.layout = arena_layout.read_header(memoryview(memory), str(path))
         except BaseException:
             os.close(self._descriptor)

@@ -141,9 +141,7 @@ def read_header(memory: memoryview, path: str) -> ArenaLayout:
         raise WeightError(f"{path} is no weight segment: it has {len(memory)} bytes")
     header = words(memory)
     if (header[0], header[1]) != (_MAGIC, _FORMAT):
-        raise WeightError(
-            f"{path} is no weight segment of format {_FORMAT}: it starts {bytes(memory[:16])!r}"
-        )
+        raise WeightError(f"{path} is no weight segment of format {_FORMAT}: it starts {bytes(memory[:16])!r}")
     index_bytes = header[4]
     layout = ArenaLayout(
         entries=_decode(bytes(memory[PAGE : PAGE + index_bytes])),

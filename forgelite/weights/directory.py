@@ -39,8 +39,7 @@ class Directory(Protocol):
 
 
 class TorchstoreDirectory:
-    """A directory in a torchstore that `start_directory` has started; for any process of the same Monarch
-    client."""
+    """A directory in the torchstore that `start_directory` has started, for any process of the run."""
 
     def __init__(self, *, name: str, deadline_s: float = 30.0) -> None:
         """
@@ -125,8 +124,7 @@ async def start_directory(procs: ProcMesh, *, name: str) -> TorchstoreDirectory:
 
     Args:
         procs: a process mesh of one process, which holds the manifests (a few kilobytes each). The directory
-        dies
-            with it, so take one that outlives the stations: the root's own, `monarch.actor.this_proc()`.
+            dies with it, so take one that outlives the stations: the root's own, `monarch.actor.this_proc()`.
         name: of the store; stores of different names do not see one another.
 
     Raises:
@@ -145,8 +143,7 @@ async def stop_directory(name: str) -> None:
 
 
 def _is_absence(error: WeightError) -> bool:
-    # torchstore turns a dead store, too, into a KeyError: only its controller's text tells that a key is
-    # absent.
+    # torchstore turns a dead store, too, into a KeyError: only the text of its controller tells absence.
     return "Unable to locate" in str(error.__cause__)
 
 

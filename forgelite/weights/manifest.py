@@ -58,8 +58,7 @@ class Manifest:
 def describe(tensors: Mapping[str, torch.Tensor]) -> tuple[TensorInfo, ...]:
     """The name, shape and dtype of each tensor, in the order of the mapping."""
     return tuple(
-        TensorInfo(name=name, shape=tuple(tensor.shape), dtype=_dtype_name(tensor))
-        for name, tensor in tensors.items()
+        TensorInfo(name=name, shape=tuple(tensor.shape), dtype=_dtype_name(tensor)) for name, tensor in tensors.items()
     )
 
 

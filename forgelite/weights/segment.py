@@ -49,8 +49,7 @@ def create(folder: Path, run_id: str) -> tuple[int, Path]:
 
 
 def reserve(descriptor: int, nbytes: int, folder: Path) -> None:
-    """Give the file `nbytes` of real memory, so that a lack of it is an error now and not a SIGBUS at a
-    write.
+    """Give the file `nbytes` of real memory: a lack of it is an error now, and not a SIGBUS at a write.
 
     Raises:
         WeightError: there is not so much memory; the message holds the bytes needed and free.

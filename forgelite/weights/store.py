@@ -107,9 +107,7 @@ class WeightStore:
             if self._writer is None or manifest.segment != str(self._writer.path):
                 raise WeightError(f"version {manifest.version} was not committed by this store")
             if self._announced and manifest.version <= self._announced[-1]:
-                raise WeightError(
-                    f"cannot announce version {manifest.version} after version {self._announced[-1]}"
-                )
+                raise WeightError(f"cannot announce version {manifest.version} after version {self._announced[-1]}")
             await self._directory.put_manifest(manifest.version, manifest)
             self._announced.append(manifest.version)
             whole = self._writer.versions()
@@ -218,8 +216,7 @@ class WeightStore:
             if isinstance(version, Manifest):
                 manifest = version
             elif reader is not None and reader.owner_is_alive() and version in reader.versions():
-                # Only a live publisher's header is as good as the directory: a successor may publish this
-                # number anew.
+                # A dead publisher's header is not enough: its successor may have published this number anew.
                 return reader
             else:
                 manifest = await self._directory.get(version)
@@ -236,9 +233,7 @@ class WeightStore:
             self._reader = attached
             return attached
 
-    def _copy_version(
-        self, reader: ArenaReader, version: int | Manifest, into: Mapping[str, torch.Tensor]
-    ) -> Manifest:
+    def _copy_version(self, reader: ArenaReader, version: int | Manifest, into: Mapping[str, torch.Tensor]) -> Manifest:
         with reader.lease(_number(version)) as (found, views):
             self._check_publication(version, found)
             found.check_against(into)

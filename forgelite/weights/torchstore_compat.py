@@ -8,6 +8,7 @@ place. A newer torchstore has only async endpoints, and is then used as it is.
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 from types import ModuleType
 
@@ -37,8 +38,7 @@ def load_torchstore() -> ModuleType:
 
 
 def _has_sync_endpoints(actor: type) -> bool:
-    import inspect
-
+    # Here and not above, so that the arena can be used without Monarch.
     from monarch._src.actor.endpoint import EndpointProperty
 
     return any(

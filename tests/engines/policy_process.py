@@ -80,9 +80,7 @@ def furthest(ours: Sequence[float], theirs: Sequence[float]) -> float:
     return max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
 
 
-def group(
-    request_id: str, *, n: int = 1, prompt: Sequence[int] = (3, 1, 4, 1, 5), **sampling: Any
-) -> GroupRequest:
+def group(request_id: str, *, n: int = 1, prompt: Sequence[int] = (3, 1, 4, 1, 5), **sampling: Any) -> GroupRequest:
     """A request for `n` completions of a short prompt."""
     params = SamplingParams(**{"max_tokens": 8, **sampling})
     return GroupRequest(request_id=request_id, prompt_ids=tuple(prompt), sampling=params, n=n)
@@ -108,9 +106,7 @@ _SHIMS = {name: getattr(cpu_shims, name) for name in _WITHOUT}
 class EngineHost:
     """Lives in the child process. Builds an engine and forwards to its loop."""
 
-    def build(
-        self, model_path: Path, engine: Mapping[str, Any], *, seed: int = 0, without: str | None = None
-    ) -> Any:
+    def build(self, model_path: Path, engine: Mapping[str, Any], *, seed: int = 0, without: str | None = None) -> Any:
         """Build an engine and start its loop, `without` one of the CPU shims."""
         from forgelite.policy.engine import build_engine
         from forgelite.policy.engine_loop import EngineLoop
@@ -130,9 +126,7 @@ class EngineHost:
     def abort(self, request_ids: Sequence[str]) -> None:
         self._loop.abort(request_ids)
 
-    def update(
-        self, version: int, load: Callable[[], Mapping[str, torch.Tensor]], *, keep_kv: bool = False
-    ) -> Any:
+    def update(self, version: int, load: Callable[[], Mapping[str, torch.Tensor]], *, keep_kv: bool = False) -> Any:
         return self._loop.update(version, load, keep_kv=keep_kv)
 
     def stats(self) -> Any:

@@ -113,9 +113,7 @@ def test_a_mixture_of_experts_comes_back_bit_for_bit_and_computes_the_same_in_bf
     with torch.no_grad():
         hidden = model(tokens, positions=positions, attention_masks=attention_masks(model, positions))
         difference = (model.lm_head(hidden) - theirs(tokens).logits).abs()
-    assert (
-        difference.mean() < 0.02
-    )  # torchtitan's experts compute in bfloat16, a few tokens are routed otherwise
+    assert difference.mean() < 0.02  # torchtitan's experts compute in bfloat16, a few tokens are routed otherwise
 
 
 @pytest.fixture(scope="module")
@@ -139,9 +137,7 @@ def test_a_failed_write_leaves_the_folder_as_it_was(llama: Path, tmp_path: Path)
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
-def test_weights_in_several_files_are_read_as_one(
-    llama: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_weights_in_several_files_are_read_as_one(llama: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from forgelite.model import hf
 
     definition, model = _built(llama)
@@ -208,9 +204,7 @@ def test_older_config_files_with_rope_theta_give_the_same_model(llama: Path, tmp
 
 
 def test_a_folder_that_is_not_the_named_model_is_refused_with_the_differences(llama: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"is not model\.name=llama3 model\.flavor=1B.*dim: 64 against 2048"
-    ):
+    with pytest.raises(ConfigError, match=r"is not model\.name=llama3 model\.flavor=1B.*dim: 64 against 2048"):
         _define(ModelConfig(path=str(llama), name="llama3", flavor="1B"))
 
 

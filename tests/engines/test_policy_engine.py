@@ -78,16 +78,12 @@ def served(policy: Policy) -> Policy:
     ],
     ids=["unknown", "reserved", "several devices", "too long", "wrong value"],
 )
-def test_a_wrong_engine_argument_is_an_error_that_names_its_key(
-    policy: Policy, engine: dict, message: str
-) -> None:
+def test_a_wrong_engine_argument_is_an_error_that_names_its_key(policy: Policy, engine: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         policy.host.build(policy.a, engine)
 
 
-def test_a_folder_without_a_configuration_is_an_error_that_names_model_path(
-    policy: Policy, tmp_path: Path
-) -> None:
+def test_a_folder_without_a_configuration_is_an_error_that_names_model_path(policy: Policy, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model\.path=.* has no config\.json"):
         policy.host.build(tmp_path, ENGINE)
 

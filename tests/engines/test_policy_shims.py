@@ -95,9 +95,7 @@ def keep_onednn_away(away: bool) -> None:
 
 
 @pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="this CPU has no AMX tiles")
-def test_without_amx_permission_a_bfloat16_step_kills_the_process(
-    host: EngineHost, checkpoints: Path
-) -> None:
+def test_without_amx_permission_a_bfloat16_step_kills_the_process(host: EngineHost, checkpoints: Path) -> None:
     engine = ENGINE | {"dtype": "bfloat16"}
     with engine_process() as doomed:
         doomed.run(keep_onednn_away, True)

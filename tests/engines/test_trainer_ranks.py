@@ -66,9 +66,7 @@ def two_processes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module", params=list(CASES))
-def runs(
-    request: pytest.FixtureRequest, two_processes: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Runs:
+def runs(request: pytest.FixtureRequest, two_processes: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     model = two_processes / CASES[request.param][0]
     single_folder, ranks_folder = tmp_path_factory.mktemp("one"), two_processes / request.param
     return Runs(

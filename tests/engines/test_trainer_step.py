@@ -42,9 +42,7 @@ def _weights(trainer: Trainer) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in trainer.export_hf()}
 
 
-def _gradients(
-    trainer: Trainer, batch: TrainingBatch, monkeypatch: pytest.MonkeyPatch
-) -> dict[str, torch.Tensor]:
+def _gradients(trainer: Trainer, batch: TrainingBatch, monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
     """The gradients of a step, taken when it is about to clip them."""
     parts, found = trainer._parts, {}
 
@@ -166,6 +164,14 @@ def test_gradients_are_clipped_and_the_norm_before_it_is_reported(model: ModelCo
     moments = [state["exp_avg"] for optimizer in held._parts.optimizers for state in optimizer.state.values()]
     total = torch.stack([moment.square().sum() for moment in moments]).sum().sqrt() / (1 - 0.9)
     assert total.item() == pytest.approx(norm / 10, rel=1e-3)
+
+
+def test_the_first_step_of_adamw_is_as_long_as_the_learning_rate(model: ModelConfig) -> None:
+    trainer = _trainer(model)
+    before = _weights(trainer)
+    trainer.train_step(one_each(SAMPLES))
+    moved = (_weights(trainer)["model.layers.0.mlp.up_proj.weight"] - before["model.layers.0.mlp.up_proj.weight"]).abs()
+    assert moved.median().item() == pytest.approx(RATE, rel=1e-3)  # with its moments corrected for one step
 
 
 def test_gradients_do_not_add_up_over_steps(model: ModelConfig) -> None:

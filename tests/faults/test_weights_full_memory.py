@@ -30,9 +30,7 @@ async def test_weights_that_do_not_fit_are_an_error_with_both_numbers_and_leave_
     store = WeightStore(directory=MemoryDirectory(), run_id="full", folder=small_memory)
     tensors = {"w": torch.zeros(1 << 21, dtype=torch.uint8)}
     need = 3 * (1 << 21) + 2 * 4096
-    with pytest.raises(
-        WeightError, match=f"need {need} bytes in {small_memory}, which has {1 << 22} bytes free"
-    ):
+    with pytest.raises(WeightError, match=f"need {need} bytes in {small_memory}, which has {1 << 22} bytes free"):
         await store.publish(1, tensors)
     assert os.listdir(small_memory) == []
     await store.publish(1, {"w": tensors["w"][: 1 << 20]})

@@ -55,9 +55,7 @@ def is_whole(views: dict[str, torch.Tensor], version: int) -> bool:
 
 
 def make_writer(run_id: str, *, retain: int = 2) -> ArenaWriter:
-    return ArenaWriter.create(
-        filled(0), folder=SHARED_MEMORY, run_id=run_id, slots=retain + 1, fingerprinted=True
-    )
+    return ArenaWriter.create(filled(0), folder=SHARED_MEMORY, run_id=run_id, slots=retain + 1, fingerprinted=True)
 
 
 def publish_for_ever(pipe: Connection, run_id: str) -> None:

@@ -60,9 +60,7 @@ class VersionPolicy:
     generated: int = 0
 
     async def generate_group(self, request: GroupRequest) -> list[Completion | Failure]:
-        return await asyncio.gather(
-            *(self._generate(f"{request.request_id}/{i}", request) for i in range(request.n))
-        )
+        return await asyncio.gather(*(self._generate(f"{request.request_id}/{i}", request) for i in range(request.n)))
 
     async def _generate(self, request_id: str, request: GroupRequest) -> Completion:
         length = self.rng.randint(1, request.sampling.max_tokens)
@@ -166,7 +164,9 @@ def make_run(
     prompts = PromptStream(
         [{"prompt": f"p{i}"} for i in range(50)],
         to_prompt=lambda name, row: Prompt(
-            prompt_id=name, text=row["prompt"], token_ids=tuple(tokenizer.encode(row["prompt"], add_special_tokens=False))
+            prompt_id=name,
+            text=row["prompt"],
+            token_ids=tuple(tokenizer.encode(row["prompt"], add_special_tokens=False)),
         ),
         seed=seed,
         shuffle=True,

@@ -20,12 +20,18 @@ class Files:
         self.version = version
 
     async def save(self, folder: str) -> None:
-        Path(folder).mkdir()
-        Path(folder, "version").write_text(str(self.version))
+        self._write(Path(folder))
 
     async def load(self, folder: str) -> int:
-        self.version = int(Path(folder, "version").read_text())
+        self._read(Path(folder))
         return self.version
+
+    def _write(self, folder: Path) -> None:
+        folder.mkdir()
+        (folder / "version").write_text(str(self.version))
+
+    def _read(self, folder: Path) -> None:
+        self.version = int((folder / "version").read_text())
 
 
 async def run_until(steps, states, **options):

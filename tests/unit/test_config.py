@@ -61,7 +61,10 @@ def test_an_override_reaches_engine_arguments_by_vllm_s_names():
         ("loss.name=nonsense", r"loss: .*clip"),
         ("policy.engine.dtype=bfloat16", r"policy\.engine\.dtype=bfloat16.*weights\.transfer_dtype"),
         ("policy.sampling.max_tokens=96", r"policy\.sampling\.max_tokens=96.*trainer\.training\.seq_len=96"),
-        ("policy.engine.max_model_len=128", r"policy\.engine\.max_model_len=128.*trainer\.training\.seq_len=96"),
+        (
+            "policy.engine.max_model_len=128",
+            r"policy\.engine\.max_model_len=128.*trainer\.training\.seq_len=96",
+        ),
         ("loop.max_groups_queued=3", r"loop\.max_groups_queued=3.*loop\.groups_per_step=16"),
         ("model.name=qwen3", r"model.*name and .*flavor"),
         ("model.path=null", r"model"),

@@ -74,7 +74,11 @@ def test_an_empty_dataset_is_an_error_that_names_the_key(tmp_path):
 
 @pytest.mark.parametrize(
     ("source", "message"),
-    [("nowhere.jsonl", "cannot read"), ("no.module:f", "cannot import"), ("apps.toy.task:nothing", "has no nothing")],
+    [
+        ("nowhere.jsonl", "cannot read"),
+        ("no.module:f", "cannot import"),
+        ("apps.toy.task:nothing", "has no nothing"),
+    ],
 )
 def test_a_source_that_is_not_there_is_named(source, message):
     with pytest.raises(ConfigError, match=rf"data\.train: .*{message}"):

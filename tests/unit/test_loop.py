@@ -141,7 +141,7 @@ async def test_a_failed_sample_takes_its_group_along_if_asked():
 
 async def test_a_run_in_which_everything_fails_ends_with_the_reason():
     run = make_run(reward=lambda sample, rng: Failure(reason="raised", message="bad reward"))
-    with pytest.raises(ForgeliteError, match="all members of the last 6 groups failed.*bad reward"):
+    with pytest.raises(ForgeliteError, match=r"all members of the last 6 groups failed.*bad reward"):
         await run.loop.run()
 
 
@@ -234,4 +234,6 @@ def test_every_schedule_keeps_the_bound_the_account_and_its_capacity(
     assert ledger.count(State.IN_FLIGHT) == ledger.count(State.QUEUED) == 0
     assert [version for version, _ in run.trainer.batches] == [0, 1, 2, 3, 4]
     check_stamps_and_ages(run, max_policy_age)
-    assert all(t.age(steps - 1) <= max_policy_age for steps, gs in run.recorder.groups for g in gs for t in g.trajectories)
+    assert all(
+        t.age(steps - 1) <= max_policy_age for steps, gs in run.recorder.groups for g in gs for t in g.trajectories
+    )

@@ -52,7 +52,11 @@ def test_a_rate_is_written_with_its_numerator_and_denominator(tmp_path):
     log.close()
     (line,) = read_metrics(tmp_path)
     assert line["step"] == 3
-    assert (line["reward/mean"], line["reward/mean/numerator"], line["reward/mean/denominator"]) == (0.75, 3, 4)
+    assert (line["reward/mean"], line["reward/mean/numerator"], line["reward/mean/denominator"]) == (
+        0.75,
+        3,
+        4,
+    )
     assert line["idle/policy"] is None
 
 
@@ -77,7 +81,9 @@ def test_age_metrics_are_taken_over_trajectories():
 
 
 def test_reward_metrics_hold_every_part():
-    metrics = reward_metrics([Score(reward=1.0, parts={"a": 1.0, "b": 0.0}), Score(reward=0.0, parts={"a": 0.0, "b": 0.0})])
+    metrics = reward_metrics(
+        [Score(reward=1.0, parts={"a": 1.0, "b": 0.0}), Score(reward=0.0, parts={"a": 0.0, "b": 0.0})]
+    )
     assert metrics["reward/mean"].value == 0.5
     assert metrics["reward/std"] == 0.5
     assert metrics["reward/a/mean"].value == 0.5
@@ -119,7 +125,11 @@ async def test_rollouts_are_sampled_evenly_when_there_are_too_many(tmp_path):
 
 @pytest.mark.parametrize(
     ("error", "reason"),
-    [(RuntimeError("boom"), "failed"), (KeyboardInterrupt(), "interrupted"), (asyncio.CancelledError(), "interrupted")],
+    [
+        (RuntimeError("boom"), "failed"),
+        (KeyboardInterrupt(), "interrupted"),
+        (asyncio.CancelledError(), "interrupted"),
+    ],
 )
 def test_the_summary_says_why_a_run_ended(tmp_path, error, reason):
     folder, recorder = record(tmp_path)
@@ -144,7 +154,13 @@ def test_curves_are_drawn_even_from_a_run_without_steps(tmp_path):
     draw_curves([], tmp_path / "none.png", "t")
     lines = [
         {"step": 0, "eval/reward": 0.2},
-        {"step": 1, "reward/mean": 0.3, "idle/trainer": 0.5, "idle/policy": 0.1, "age/histogram": {"0": 3, "1": 1}},
+        {
+            "step": 1,
+            "reward/mean": 0.3,
+            "idle/trainer": 0.5,
+            "idle/policy": 0.1,
+            "age/histogram": {"0": 3, "1": 1},
+        },
     ]
     draw_curves(lines, tmp_path / "curves.png", "t")
     assert age_histogram(lines) == {0: 3, 1: 1}

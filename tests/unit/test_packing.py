@@ -43,9 +43,7 @@ def test_rows_are_only_as_long_as_needed():
 
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 9)), min_size=1, max_size=20))
 def test_what_is_packed_can_be_unpacked(shapes):
-    trajectories = [
-        make_trajectory(f"g0/{i}", prompt=p, versions=[i % 3] * n) for i, (p, n) in enumerate(shapes)
-    ]
+    trajectories = [make_trajectory(f"g0/{i}", prompt=p, versions=[i % 3] * n) for i, (p, n) in enumerate(shapes)]
     batch = pack(trajectories, 16)
     assert unpack(batch.token_ids, batch, len(trajectories)) == [t.token_ids for t in trajectories]
     assert unpack(batch.loss_mask, batch, len(trajectories)) == [t.loss_mask for t in trajectories]

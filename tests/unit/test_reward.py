@@ -16,9 +16,7 @@ from forgelite.types import Failure, Score
 
 
 def sample(number: int = 0, completion: str = "", **row) -> RewardSample:
-    return RewardSample(
-        sample_id=f"g0/{number}", prompt="p", completion=completion, finish_reason="stop", row=row
-    )
+    return RewardSample(sample_id=f"g0/{number}", prompt="p", completion=completion, finish_reason="stop", row=row)
 
 
 def scorer(*functions, timeout_s: float = 5.0, max_threads: int = 2) -> Scorer:
@@ -55,9 +53,7 @@ async def test_a_reward_that_raises_fails_its_own_sample(asynchronous):
     async def fussy_async(s):
         return fussy(s)
 
-    good, bad = await scorer((fussy_async if asynchronous else fussy, 1.0)).score(
-        [sample(0, "good"), sample(1, "bad")]
-    )
+    good, bad = await scorer((fussy_async if asynchronous else fussy, 1.0)).score([sample(0, "good"), sample(1, "bad")])
     assert good.reward == 1.0
     assert bad.reason == "raised"
     assert "g0/1" in bad.message

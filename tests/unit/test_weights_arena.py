@@ -30,12 +30,8 @@ DTYPES = [
 ]
 
 
-def make_writer(
-    tensors: dict[str, torch.Tensor], *, slots: int = 3, fingerprinted: bool = True
-) -> ArenaWriter:
-    return ArenaWriter.create(
-        tensors, folder=SHARED_MEMORY, run_id="test", slots=slots, fingerprinted=fingerprinted
-    )
+def make_writer(tensors: dict[str, torch.Tensor], *, slots: int = 3, fingerprinted: bool = True) -> ArenaWriter:
+    return ArenaWriter.create(tensors, folder=SHARED_MEMORY, run_id="test", slots=slots, fingerprinted=fingerprinted)
 
 
 def filled(version: int) -> dict[str, torch.Tensor]:
@@ -172,9 +168,7 @@ def test_a_write_that_breaks_off_leaves_the_other_versions_and_an_error(
 
 
 @pytest.mark.parametrize("version", [5, 4], ids=["twice", "backwards"])
-def test_a_version_that_does_not_rise_is_refused(
-    writer: ArenaWriter, reader: ArenaReader, version: int
-) -> None:
+def test_a_version_that_does_not_rise_is_refused(writer: ArenaWriter, reader: ArenaReader, version: int) -> None:
     writer.write(5, filled(5), timeout_s=1.0)
     with pytest.raises(WeightError, match=f"cannot publish version {version} after version 5"):
         writer.write(version, filled(9), timeout_s=1.0)
@@ -196,9 +190,7 @@ def test_other_tensors_than_the_first_ones_are_refused_before_a_byte_is_written(
     assert writer.versions() == [1]
 
 
-def test_a_leased_version_is_not_overwritten_and_the_error_names_it(
-    writer: ArenaWriter, reader: ArenaReader
-) -> None:
+def test_a_leased_version_is_not_overwritten_and_the_error_names_it(writer: ArenaWriter, reader: ArenaReader) -> None:
     for version in (1, 2, 3):
         writer.write(version, filled(version), timeout_s=1.0)
     with reader.lease(1) as (_, views):
@@ -210,9 +202,7 @@ def test_a_leased_version_is_not_overwritten_and_the_error_names_it(
     assert reader.versions() == [2, 3, 4]
 
 
-def test_one_of_two_leases_of_a_version_is_enough_to_keep_it(
-    writer: ArenaWriter, reader: ArenaReader
-) -> None:
+def test_one_of_two_leases_of_a_version_is_enough_to_keep_it(writer: ArenaWriter, reader: ArenaReader) -> None:
     for version in (1, 2, 3):
         writer.write(version, filled(version), timeout_s=1.0)
     with reader.lease(1):
@@ -291,8 +281,6 @@ def test_a_sparse_tensor_is_refused_by_name() -> None:
 
 def test_more_than_there_is_memory_is_an_error_that_holds_both_numbers_and_leaves_no_file() -> None:
     enormous = torch.zeros(1).expand(2**50)  # 4 PiB by description, 4 bytes in truth
-    with pytest.raises(
-        WeightError, match=r"need 9007199\d+ bytes in .* has \d+ bytes free; lower weights.retain"
-    ):
+    with pytest.raises(WeightError, match=r"need 9007199\d+ bytes in .* has \d+ bytes free; lower weights.retain"):
         make_writer({"w": enormous}, slots=2)
     assert own_segments() == []

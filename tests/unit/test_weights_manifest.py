@@ -11,9 +11,7 @@ from forgelite.weights.manifest import describe
 
 
 def manifest_of(tensors: dict[str, torch.Tensor]) -> Manifest:
-    return Manifest(
-        version=3, carrier="shm", segment="x", tensors=describe(tensors), nbytes=1, fingerprint="0" * 16
-    )
+    return Manifest(version=3, carrier="shm", segment="x", tensors=describe(tensors), nbytes=1, fingerprint="0" * 16)
 
 
 def test_tensors_of_equal_names_shapes_and_dtypes_fit_whatever_their_order() -> None:

@@ -4,14 +4,17 @@ import asyncio
 import dataclasses
 import gc
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from forgelite.errors import VersionUnavailable, WeightError, WeightMismatch
-from forgelite.weights import WeightStore
+from forgelite.weights import Manifest, WeightStore
+from forgelite.weights.arena import ArenaWriter
 from tests.unit.weights_memory import MemoryDirectory, awkward_tensors, own_segments, same_bits
 
 
@@ -46,9 +49,7 @@ async def test_what_is_published_is_fetched(trainer: WeightStore, policy: Weight
     assert all(same_bits(into[name], tensors[name]) for name in tensors)
 
 
-async def test_a_fetch_fills_strided_leaves_and_inference_tensors(
-    trainer: WeightStore, policy: WeightStore
-) -> None:
+async def test_a_fetch_fills_strided_leaves_and_inference_tensors(trainer: WeightStore, policy: WeightStore) -> None:
     tensors = {"strided": torch.randn(4, 6), "leaf": torch.randn(3), "inference": torch.randn(3)}
     await trainer.publish(1, tensors)
     with torch.inference_mode():
@@ -159,9 +160,7 @@ async def test_a_target_that_does_not_fit_is_named_and_untouched(
     assert all(torch.equal(into[name], before[name]) for name in into)
 
 
-async def test_a_version_that_is_gone_or_never_came_is_unavailable(
-    trainer: WeightStore, policy: WeightStore
-) -> None:
+async def test_a_version_that_is_gone_or_never_came_is_unavailable(trainer: WeightStore, policy: WeightStore) -> None:
     first = await trainer.publish(1, filled(1))
     await policy.fetch(1, filled(0))
     for version in (2, 3, 4):
@@ -260,9 +259,7 @@ def test_retaining_nothing_is_refused(directory: MemoryDirectory) -> None:
         WeightStore(directory=directory, run_id="test", retain=0)
 
 
-async def test_close_removes_the_segment_and_may_be_called_twice(
-    trainer: WeightStore, policy: WeightStore
-) -> None:
+async def test_close_removes_the_segment_and_may_be_called_twice(trainer: WeightStore, policy: WeightStore) -> None:
     manifest = await trainer.publish(1, filled(1))
     await policy.fetch(1, filled(0))
     policy.close()
@@ -277,14 +274,34 @@ async def test_close_removes_the_segment_and_may_be_called_twice(
         await trainer.publish(2, filled(2))
 
 
-async def test_a_cancelled_publish_loses_neither_the_segment_nor_the_order(trainer: WeightStore) -> None:
-    publishing = asyncio.ensure_future(trainer.publish(1, filled(1)))
-    await asyncio.sleep(0)  # it is in its thread now
-    publishing.cancel()
+async def test_a_publish_after_a_cancelled_one_goes_into_the_same_segment(
+    trainer: WeightStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    creating, second_started, go_on = threading.Event(), threading.Event(), threading.Event()
+    create, write = ArenaWriter.create, trainer._write
+
+    def create_slowly(*args: Any, **kwargs: Any) -> ArenaWriter:
+        creating.set()
+        go_on.wait(10)
+        return create(*args, **kwargs)
+
+    def write_and_tell(version: int, tensors: dict[str, torch.Tensor]) -> Manifest:
+        if version == 2:
+            second_started.set()
+        return write(version, tensors)
+
+    monkeypatch.setattr(ArenaWriter, "create", create_slowly)
+    monkeypatch.setattr(trainer, "_write", write_and_tell)
+    first = asyncio.ensure_future(trainer.publish(1, filled(1)))
+    await asyncio.to_thread(creating.wait, 10)
+    first.cancel()
+    second = asyncio.ensure_future(trainer.publish(2, filled(2)))
+    await asyncio.to_thread(second_started.wait, 10)
+    go_on.set()
+    manifest = await second
     with pytest.raises(asyncio.CancelledError):
-        await publishing
-    await trainer.publish(2, filled(2))
-    assert len(own_segments()) == 1
+        await first
+    assert [str(path) for path in own_segments()] == [manifest.segment]
 
 
 def usage() -> tuple[int, int, int]:

@@ -23,8 +23,7 @@ def endpoints(actor: type, *, asynchronous: bool) -> set[str]:
     return {
         name
         for name, member in vars(actor).items()
-        if isinstance(member, type(AllAsync.keys))
-        and inspect.iscoroutinefunction(member._method) is asynchronous
+        if isinstance(member, type(AllAsync.keys)) and inspect.iscoroutinefunction(member._method) is asynchronous
     }
 
 

@@ -27,6 +27,9 @@ def station_environment(**station: str) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
+        # Engines warn of their own dependencies while they are imported: nothing that a user could act on.
+        "PYTHONWARNINGS": "ignore::FutureWarning",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
         **SUPERVISION,
         **FRAMES,
         **station,

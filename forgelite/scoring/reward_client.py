@@ -1,7 +1,8 @@
 """The controller's side of the rewards: one handle, behind which the reward process may be replaced.
 
 A reward is the user's code and may do anything to its process. When the process dies, does not answer, or has too
-many threads that hang, a new one takes its place. The samples of a call without an answer are failures; the run goes on.
+many threads that hang, a new one takes its place. The samples of a call without an answer are failures, and the
+run goes on.
 """
 
 from __future__ import annotations

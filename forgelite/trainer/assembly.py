@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -22,9 +22,11 @@ from forgelite.config.schema import ModelConfig
 from forgelite.config.trainer import LRSchedulerConfig, OptimizerConfig, TrainerConfig
 from forgelite.errors import ConfigError
 from forgelite.model.build import build_model, starting_weights
+from forgelite.model.forward import TokenScores, score_tokens
 from forgelite.model.hf import load_hf
 from forgelite.model.spec import ModelDefinition, define_model
 from forgelite.trainer.ranks import ALONE, Rank, Share
+from forgelite.types import TrainingBatch
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +45,14 @@ class Parts:
     share: Share
     last_step: int | None  # of the schedule; None: it has no end
     expert_parallel: bool
+    autocast: bool  # matrices in bfloat16 by autocast; a sharded model casts by itself
+
+    def score(self, batch: TrainingBatch, temperature: float) -> TokenScores:
+        """Log-probabilities and entropies of the trained tokens of a microbatch. A collective."""
+        # No context at all in float32: entering autocast costs time even when it is switched off.
+        context = torch.autocast(self.device.type, dtype=torch.bfloat16) if self.autocast else nullcontext()
+        with context:
+            return score_tokens(self.model, batch, temperature=temperature, with_entropy=True, device=self.device)
 
     def clip_gradients(self, max_norm: float) -> float:
         """Scale the gradients of all ranks down to `max_norm` and give their norm before it. A collective."""
@@ -99,14 +109,8 @@ def assemble(
         share=share,
         last_step=last_step,
         expert_parallel=expert_parallel,
+        autocast=rank is None and config.training.mixed_precision_param == "bfloat16",
     )
-
-
-def precision(config: TrainerConfig, device: torch.device, rank: Rank | None) -> AbstractContextManager:
-    """The context of a forward pass. Sharded models cast by themselves, and float32 needs no context."""
-    if rank is not None or config.training.mixed_precision_param == "float32":
-        return nullcontext()
-    return torch.autocast(device.type, dtype=torch.bfloat16)
 
 
 def _check_single(config: TrainerConfig) -> None:

@@ -211,14 +211,8 @@ class Trainer:
         return total(share, sums, maxima)
 
     def _loss_share(self, part: TrainingBatch, loss: Loss, tokens: int) -> LossOutput:
-        from forgelite.model.forward import score_tokens
-        from forgelite.trainer.assembly import precision
-
         device = self._parts.device
-        with precision(self._config, device, self._rank):
-            scores = score_tokens(
-                self._parts.model, part, temperature=self._temperature, with_entropy=True, device=device
-            )
+        scores = self._parts.score(part, self._temperature)
         reference = part.reference_logprobs
         inputs = LossInputs(
             logprobs=scores.logprobs,

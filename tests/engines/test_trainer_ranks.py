@@ -18,7 +18,7 @@ from forgelite.trainer.trainer import Trainer
 from tests.engines.tiny import model_config, save_llama, save_qwen3
 from tests.engines.trainer_rank import CASES, LOSS, batches, run, trainer_config
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -8,7 +8,6 @@ The policy is spawned first: importing vLLM takes longest, so everything else hi
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import re
 from collections.abc import AsyncIterator, Callable
@@ -17,6 +16,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
+
+from monarch.actor import this_proc
 
 from forgelite.config import GRPOConfig, MeshConfig, RewardConfig, SFTConfig
 from forgelite.errors import ConfigError, ForgeliteError
@@ -33,8 +34,6 @@ from forgelite.stations import PolicyHandle, ReferenceHandle, RewardHandle, Trai
 from forgelite.trainer.actor import TrainerActor, TrainerSetup
 from forgelite.weights import SHARED_MEMORY, reclaim, start_directory
 from forgelite.weights.opening import open_store
-
-logger = logging.getLogger(__name__)
 
 Device = Literal["cpu", "cuda"]
 
@@ -77,7 +76,8 @@ async def launch(config: GRPOConfig, *, on_phase: Callable[[str], None] = lambda
         StationDied, DeadlineExceeded: a station did not come up.
     """
     device = choose_device(config.mesh.device)
-    _reclaim_shared_memory()
+    for path in reclaim(SHARED_MEMORY):
+        on_phase(f"removed {path}, which a killed run had left behind")
     on_phase(f"starting the stations on {device}")
     mesh, run_id, seq_len = config.mesh, _run_identity(config.run.dir), config.trainer.training.seq_len
     temperature = config.policy.sampling.temperature
@@ -88,7 +88,7 @@ async def launch(config: GRPOConfig, *, on_phase: Callable[[str], None] = lambda
         fingerprint=config.weights.fingerprint,
         timeout_s=config.weights.timeout_s,
     )
-    async with Fleet(stop_timeout_s=mesh.stop_timeout_s) as fleet:
+    async with _shared_memory_removed(run_id), Fleet(stop_timeout_s=mesh.stop_timeout_s) as fleet:
         policy = fleet.spawn(
             "policy",
             PolicyActor,
@@ -119,8 +119,9 @@ async def launch(config: GRPOConfig, *, on_phase: Callable[[str], None] = lambda
                     processes=mesh.trainer_processes,
                 ),
                 mesh,
-                directory=run_id,
             ),
+            # In this process, so that it outlives whatever station dies.
+            start_directory(this_proc(), name=run_id),
         ]
         if config.reference.enabled:
             reference = fleet.spawn("reference", ReferenceActor, environment=_environment(device, mesh.reference_gpus))
@@ -186,19 +187,21 @@ def _spawn_trainer(fleet: Fleet, mesh: MeshConfig, device: Device) -> Station:
     return fleet.spawn("trainer", TrainerActor, environment=environment, processes=mesh.trainer_processes)
 
 
-async def _set_up_trainer(
-    station: Station, setup: TrainerSetup, mesh: MeshConfig, directory: str | None = None
-) -> None:
+async def _set_up_trainer(station: Station, setup: TrainerSetup, mesh: MeshConfig) -> None:
     await station.call(station.actor.setup.call(setup), mesh.setup_timeout_s, "setup")
-    if directory is not None:
-        # The manifests live in the trainer's first process: without a trainer there is nothing to look up.
-        first = station.processes.slice(procs=0) if setup.processes > 1 else station.processes
-        await start_directory(first, name=directory)
+
+
+@asynccontextmanager
+async def _shared_memory_removed(run_id: str) -> AsyncIterator[None]:
+    """Take away, when all processes have ended, what a trainer that was killed could not take away itself."""
+    try:
+        yield
+    finally:
+        reclaim(SHARED_MEMORY, run_id)
 
 
 async def _close_trainer(handle: TrainerHandle) -> None:
-    """Unlink the run's shared memory. A trainer that is gone cannot: then the next start reclaims it."""
-    with suppress(ForgeliteError):
+    with suppress(ForgeliteError):  # it may be dead
         await handle.close()
 
 
@@ -224,7 +227,3 @@ def _run_identity(folder: str) -> str:
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(folder).name)[:40].strip("-") or "run"
     return f"{name}-{os.getpid()}"
 
-
-def _reclaim_shared_memory() -> None:
-    for path in reclaim(SHARED_MEMORY):
-        logger.warning("removed %s, which a killed run had left behind", path)

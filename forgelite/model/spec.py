@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -92,12 +93,8 @@ def _named_architecture(name: str, flavor: str) -> Architecture:
     flavors = getattr(module, f"{name}_configs")
     if flavor not in flavors:
         raise ConfigError(f"model.flavor={flavor} is not one of {name}'s: {', '.join(flavors)}")
-    moe = {"moe_comm_backend": "standard"} if "moe_comm_backend" in _parameters(flavors[flavor]) else {}
+    moe = {"moe_comm_backend": "standard"} if "moe_comm_backend" in signature(flavors[flavor]).parameters else {}
     return _architecture_of_titan(name, module.model_registry(flavor, attn_backend="varlen", **moe).model)
-
-
-def _parameters(function: Any) -> tuple[str, ...]:
-    return function.__code__.co_varnames[: function.__code__.co_argcount + function.__code__.co_kwonlyargcount]
 
 
 def _architecture_of_titan(name: str, model: Decoder.Config) -> Architecture:

@@ -13,6 +13,7 @@ from forgelite.types import Failure, GroupRequest, SamplingParams
 REJECTED = "rejected"  # the reason of a failure that means: the request was refused and nothing was sampled
 
 _MAX_TEMPERATURE = 2.0  # vLLM's own limit
+_MIN_TEMPERATURE = 0.01  # below it vLLM silently samples at this temperature, or greedily
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -56,6 +57,8 @@ def _sampling_fault(sampling: SamplingParams) -> str | None:
         return f"max_tokens={sampling.max_tokens} must be at least 1"
     if not 0.0 <= sampling.temperature <= _MAX_TEMPERATURE:
         return f"temperature={sampling.temperature} is outside [0, {_MAX_TEMPERATURE}]"
+    if 0.0 < sampling.temperature < _MIN_TEMPERATURE:
+        return f"temperature={sampling.temperature} is below {_MIN_TEMPERATURE}: use 0 for greedy sampling"
     if not 0.0 < sampling.top_p <= 1.0:
         return f"top_p={sampling.top_p} is outside (0, 1]"
     if sampling.top_k < 0:

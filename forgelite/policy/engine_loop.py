@@ -17,7 +17,6 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
@@ -26,7 +25,7 @@ from forgelite.errors import StationDied, WeightError, WeightMismatch
 from forgelite.policy.admission import REJECTED, rejection
 from forgelite.policy.engine_protocol import ENGINE_DEAD, Engine, EngineStats, Sampled, UpdateReport
 from forgelite.policy.groups import GroupResult, LiveGroup, Member, sampling_fault
-from forgelite.policy.seeds import drawn_seed, given_seed
+from forgelite.policy.seeds import MemberSeeds
 from forgelite.types import Failure, GroupRequest
 
 if TYPE_CHECKING:
@@ -53,7 +52,6 @@ class EngineLoop:
         """
         self._engine = engine
         self._limits = engine.limits
-        self._seed = seed
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
 
         # Shared with callers, under the lock.
@@ -66,7 +64,7 @@ class EngineLoop:
         self._version = version
         self._live: dict[str, LiveGroup] = {}
         self._sequences: dict[str, tuple[LiveGroup, Member]] = {}
-        self._occurrences: Counter[str] = Counter()  # unseeded request ids sampled with the current version
+        self._seeds = MemberSeeds(seed)
         self._finished: list[GroupResult] = []
         self._born, self._busy_s, self._steps, self._tokens = time.monotonic(), 0.0, 0, 0
         self._queue_lengths = (0, 0)
@@ -213,6 +211,9 @@ class EngineLoop:
             except Exception as error:  # nothing that happens inside an engine leaves it in a known state
                 self._break(error)
             self._deliver()
+        while not self._inbox.empty():  # commands that came before the door closed; each is refused as dead
+            self._inbox.get()()
+        self._deliver()
         self._engine.close()
 
     def _drain(self) -> None:
@@ -273,20 +274,12 @@ class EngineLoop:
                 [member.sequence_id for member in group.members],
                 request.prompt_ids,
                 request.sampling,
-                self._member_seeds(request),
+                self._seeds.of(request, self._version),
                 # An update may keep the keys of an older version; only requests of that time shall find them.
                 cache_salt=f"version {self._version}",
             )
         except ValueError as error:  # sampling parameters that vLLM refuses, before anything was queued
             self._fail(group, Failure(reason=REJECTED, message=f"request {request.request_id}: {error}"))
-
-    def _member_seeds(self, request: GroupRequest) -> list[int]:
-        seed, members = request.sampling.seed, range(request.n)
-        if seed is not None:
-            return [given_seed(seed, member) for member in members]
-        occurrence = self._occurrences[request.request_id]
-        self._occurrences[request.request_id] += 1
-        return [drawn_seed(self._seed, request.request_id, occurrence, member) for member in members]
 
     def _abort(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
@@ -320,9 +313,7 @@ class EngineLoop:
                 self._engine.drop_kv()
             except Exception as error:
                 raise self._break(error, f"the KV cache from before version {version} stayed") from error
-        if version != self._version:
-            self._version = version
-            self._occurrences.clear()
+        self._version = version
         return UpdateReport(
             version=version,
             queued_s=began - asked,
@@ -344,8 +335,6 @@ class EngineLoop:
         with self._lock:
             self._stopped = True
         self._abort(list(self._live))
-        while not self._inbox.empty():  # commands that came before the door closed; each is refused as dead
-            self._inbox.get()()
 
     def _die(self, cause: str) -> None:
         with self._lock:

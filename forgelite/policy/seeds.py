@@ -9,26 +9,40 @@ common.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
+
+from forgelite.types import GroupRequest
 
 
-def given_seed(seed: int, member: int) -> int:
-    """The seed of one member of a group whose request carries a seed: the same in every engine and every
-    run."""
-    return _hashed("given", seed, member)
+class MemberSeeds:
+    """The seeds of the requests that one engine is given."""
 
+    def __init__(self, engine_seed: int) -> None:
+        """Requests without a seed derive theirs from `engine_seed`."""
+        self._engine_seed = engine_seed
+        self._version: int | None = None
+        self._occurrences: Counter[str] = Counter()  # of each id that came without a seed, during this version
 
-def drawn_seed(engine_seed: int, request_id: str, occurrence: int, member: int) -> int:
-    """The seed of one member of a group whose request carries none.
+    def of(self, request: GroupRequest, version: int) -> list[int]:
+        """One seed for each member, each in [0, 2^63).
 
-    Args:
-        engine_seed: of the engine, from the config.
-        request_id: of the group. Naming it, and not the order of arrival, makes a run repeatable whose
-            requests arrive in another order.
-        occurrence: how often this engine has seen the id before, so that an id used twice does not decode
-            alike.
-        member: index in the group.
-    """
-    return _hashed("drawn", engine_seed, request_id, occurrence, member)
+        A request with a seed has the same ones in every engine, under every id and version. One without has
+        those of its id and version, and not of the order of arrival, which makes a run repeatable whose
+        requests arrive in another order; an id that is used again, or under new weights, has others.
+
+        Args:
+            request: what is asked for.
+            version: of the weights that its first token will be sampled with.
+        """
+        seed = request.sampling.seed
+        if seed is not None:
+            return [_hashed("given", seed, member) for member in range(request.n)]
+        if version != self._version:
+            self._version = version
+            self._occurrences.clear()
+        drawn = ("drawn", self._engine_seed, version, request.request_id, self._occurrences[request.request_id])
+        self._occurrences[request.request_id] += 1
+        return [_hashed(*drawn, member) for member in range(request.n)]
 
 
 def _hashed(*parts: object) -> int:

@@ -57,6 +57,7 @@ class TrainerActor(Actor):
         self._trainer: Trainer | None = None
         self._store: WeightStore | None = None
         self._transfer_dtype: str | None = None
+        self._announcing: asyncio.Task[None] | None = None
 
     @concurrent_endpoint
     async def setup(self, setup: TrainerSetup) -> int:
@@ -96,15 +97,24 @@ class TrainerActor(Actor):
     async def publish(self) -> Manifest | None:
         """Write the weights into the store under the trainer's version. The first process gets the manifest.
 
+        With the manifest the version can be read at once. The directory, which only late readers ask, learns of it
+        while the policy already takes it; if that fails, the next `publish` or `close` raises it.
+
         Raises:
-            WeightError: the version was not published; the ones before it are whole.
+            WeightError: the version was not published, or the one before not announced; what was published
+                before is whole.
         """
         async with self._turn:
             trainer, store = self._ready(), self._store
             if store is None and trainer.is_first_rank:
                 raise RuntimeError("the trainer was set up without open_store: it has nowhere to publish")
             tensors = await self._blocking(_drawn, trainer, store is not None, self._transfer_dtype)
-            return None if store is None else await store.publish(trainer.version, tensors)
+            if store is None:
+                return None
+            await self._announced()
+            manifest = await store.commit(trainer.version, tensors)
+            self._announcing = asyncio.ensure_future(store.announce(manifest))
+            return manifest
 
     @concurrent_endpoint
     async def version(self) -> int:
@@ -139,16 +149,24 @@ class TrainerActor(Actor):
         """Close the store and leave the process group. May be called twice."""
         store, self._store = self._store, None
         trainer, self._trainer = self._trainer, None
-        if store is not None:
-            store.close()
-        if trainer is not None:
-            await self._blocking(trainer.close)
-        self._thread.shutdown(wait=False)
+        try:
+            await self._announced()
+        finally:
+            if store is not None:
+                store.close()
+            if trainer is not None:
+                await self._blocking(trainer.close)
+            self._thread.shutdown(wait=False)
 
     def _ready(self) -> Trainer:
         if self._trainer is None:
             raise RuntimeError("the trainer is not set up, or closed")
         return self._trainer
+
+    async def _announced(self) -> None:
+        announcing, self._announcing = self._announcing, None
+        if announcing is not None:
+            await announcing
 
     async def _blocking(self, work: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)

@@ -115,17 +115,18 @@ class Trainer:
                 f"the learning-rate schedule ended at step {parts.last_step}: raise "
                 f"trainer.lr_scheduler.total_steps (or loop.steps)"
             )
-        totals = self._accumulate(batch, LOSSES[self._loss.name], tokens, with_gradient=True)
-        norm = parts.clip_gradients(self._config.training.max_norm)
-        if not (math.isfinite(norm) and math.isfinite(totals["sum/loss"])):
-            parts.optimizers.zero_grad()
-            raise TrainingDiverged(
-                f"step {self._version + 1}: the loss is {totals['sum/loss']}, the gradient norm {norm}; "
-                f"the weights are still those of version {self._version}"
-            )
-        rate = parts.schedulers.schedulers[0].get_last_lr()[0]
-        parts.optimizers.step()
-        parts.optimizers.zero_grad()
+        try:
+            totals = self._accumulate(batch, LOSSES[self._loss.name], tokens, with_gradient=True)
+            norm = parts.clip_gradients(self._config.training.max_norm)
+            if not (math.isfinite(norm) and math.isfinite(totals["sum/loss"])):
+                raise TrainingDiverged(
+                    f"step {self._version + 1}: the loss is {totals['sum/loss']}, the gradient norm {norm}; "
+                    f"the weights are still those of version {self._version}"
+                )
+            rate = parts.schedulers.schedulers[0].get_last_lr()[0]
+            parts.optimizers.step()
+        finally:
+            parts.optimizers.zero_grad()  # a step that failed half-way must not add to the next one
         parts.schedulers.step()
         self._version += 1
         metrics = step_metrics(totals, tokens) | {

@@ -210,8 +210,10 @@ def test_a_version_cannot_fall_while_a_request_is_being_sampled(served: Policy) 
         ({"prompt": []}, "the prompt is empty"),
         ({"prompt": [3] * 500, "max_tokens": 20}, "500 prompt tokens and max_tokens=20 exceed .* 512"),
         ({"temperature": -1.0}, "temperature=-1.0"),
+        ({"temperature": 0.001}, "use 0 for greedy"),
+        ({"n": 0}, "n=0: a group has at least one member"),
     ],
-    ids=["vocabulary", "negative", "empty", "too long", "temperature"],
+    ids=["vocabulary", "negative", "empty", "too long", "negative temperature", "tiny temperature", "nobody"],
 )
 def test_a_wrong_request_fails_alone(served: Policy, wrong: dict, message: str) -> None:
     refused, (completion,) = sample(served.host, group("wrong", **wrong), group("right"))

@@ -217,6 +217,17 @@ def test_a_step_that_diverges_leaves_everything_as_it_was(model: ModelConfig, na
     assert _metrics(trainer.train_step(good)) == _metrics(undisturbed.train_step(good))
 
 
+def test_a_step_that_fails_half_way_does_not_add_to_the_next_one(model: ModelConfig) -> None:
+    one_row_at_a_time = {"seq_len": 100, "local_batch_size": 1}
+    trainer, undisturbed = (_trainer(model, training=one_row_at_a_time) for _ in range(2))
+    bad = one_each(SAMPLES)
+    bad.loss_mask[-1, 0] = True
+    with pytest.raises(ValueError, match="a trained token starts a sequence"):
+        trainer.train_step(bad)
+    good = one_each(SAMPLES)
+    assert _metrics(trainer.train_step(good)) == _metrics(undisturbed.train_step(good))
+
+
 def test_a_batch_without_trained_tokens_is_refused(model: ModelConfig) -> None:
     batch = one_each(SAMPLES)
     batch.loss_mask.zero_()

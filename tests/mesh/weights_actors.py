@@ -14,8 +14,7 @@ def filled(version: int) -> dict[str, torch.Tensor]:
 
 class WeightActor(Actor):
     def __init__(self, directory: str) -> None:
-        self._directory = TorchstoreDirectory(name=directory)
-        self._store = WeightStore(directory=self._directory, run_id="mesh")
+        self._store = WeightStore(directory=TorchstoreDirectory(name=directory), run_id="mesh")
 
     @concurrent_endpoint
     async def publish(self, version: int) -> Manifest:
@@ -43,8 +42,8 @@ class WeightActor(Actor):
         return await self._store.latest()
 
     @concurrent_endpoint
-    async def known(self, version: int) -> Manifest:
-        return await self._directory.get(version)
+    async def known(self, directory: str, version: int) -> Manifest:
+        return await TorchstoreDirectory(name=directory).get(version)
 
     @concurrent_endpoint
     async def close(self) -> None:

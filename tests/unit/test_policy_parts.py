@@ -15,24 +15,52 @@ from safetensors.torch import save_file
 from forgelite.errors import ConfigError, WeightMismatch
 from forgelite.policy.engine import build_engine
 from forgelite.policy.environment import policy_environment
-from forgelite.policy.seeds import drawn_seed, given_seed
+from forgelite.policy.seeds import MemberSeeds
 from forgelite.policy.weights_loading import read_schema
+from forgelite.types import GroupRequest, SamplingParams
 
 
-@given(seed=st.integers(-(2**63), 2**63 - 1), member=st.integers(0, 1000))
-def test_a_given_seed_is_one_that_torch_takes_and_repeats(seed: int, member: int) -> None:
-    torch.Generator().manual_seed(given_seed(seed, member))
-    assert given_seed(seed, member) == given_seed(seed, member)
+def request(request_id: str = "g", *, n: int = 4, seed: int | None = None) -> GroupRequest:
+    sampling = SamplingParams(max_tokens=1, seed=seed)
+    return GroupRequest(request_id=request_id, prompt_ids=(1,), sampling=sampling, n=n)
+
+
+@given(seed=st.integers(-(2**63), 2**63 - 1), engine_seed=st.integers(0, 2**32))
+def test_a_given_seed_repeats_everywhere_as_one_that_torch_takes(seed: int, engine_seed: int) -> None:
+    seeds = MemberSeeds(engine_seed).of(request("here", seed=seed), version=0)
+
+    assert MemberSeeds(0).of(request("there", seed=seed), version=7) == seeds
+    for each in seeds:
+        torch.Generator().manual_seed(each)
 
 
 def test_members_of_groups_with_neighbouring_seeds_share_no_seed() -> None:
-    seeds = {given_seed(seed, member) for seed in range(100) for member in range(16)}
+    source = MemberSeeds(0)
+    seeds = {each for seed in range(100) for each in source.of(request(n=16, seed=seed), version=0)}
+
     assert len(seeds) == 1600
 
 
-def test_a_drawn_seed_depends_on_each_of_its_four_parts() -> None:
-    seeds = {drawn_seed(*parts) for parts in [(0, "a", 0, 0), (1, "a", 0, 0), (0, "b", 0, 0), (0, "a", 1, 0)]}
-    assert len(seeds | {drawn_seed(0, "a", 0, 1)}) == 5
+def test_a_drawn_seed_differs_by_engine_seed_version_id_and_repetition() -> None:
+    def drawn(engine_seed: int) -> list[int]:
+        source = MemberSeeds(engine_seed)
+        return [
+            *source.of(request("a"), version=0),
+            *source.of(request("b"), version=0),
+            *source.of(request("a"), version=0),
+            *source.of(request("a"), version=1),
+        ]
+
+    assert len({*drawn(0), *drawn(1)}) == 32
+    assert drawn(0) == drawn(0)
+
+
+def test_drawn_seeds_do_not_depend_on_the_order_of_arrival() -> None:
+    first, second = MemberSeeds(0), MemberSeeds(0)
+    a, b = first.of(request("a"), version=0), first.of(request("b"), version=0)
+
+    assert second.of(request("b"), version=0) == b
+    assert second.of(request("a"), version=0) == a
 
 
 def test_the_environment_differs_by_device_and_refuses_an_unknown_one() -> None:

@@ -71,9 +71,7 @@ def print_report(benchmark: str, rows: Sequence[Row], *, title: str, console: Co
 
 def json_line(benchmark: str, rows: Sequence[Row]) -> str:
     """The closing line. A number that is not finite is null, for JSON has none."""
-    plain = [
-        {"case": row.case, "value": _finite(row.value), "unit": row.unit, "goal": row.goal} for row in rows
-    ]
+    plain = [{"case": row.case, "value": _finite(row.value), "unit": row.unit, "goal": row.goal} for row in rows]
     return json.dumps({"benchmark": benchmark, "rows": plain}, allow_nan=False)
 
 

@@ -90,9 +90,7 @@ def greedy_accuracy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, 
     return sum(rewards) / len(rewards)
 
 
-def _train(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, spec: Spec
-) -> tuple[list[float], list[float]]:
+def _train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, spec: Spec) -> tuple[list[float], list[float]]:
     """Train in place. Returns when each step ended, and its mean reward."""
     from datasets import Dataset
     from transformers import TrainerCallback

@@ -226,4 +226,3 @@ def _run_identity(folder: str) -> str:
     """A name for this run's shared memory and directory: of its folder and its process."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(folder).name)[:40].strip("-") or "run"
     return f"{name}-{os.getpid()}"
-

@@ -72,7 +72,7 @@ class PolicyStation(Protocol):
         """Take a published version; returns metrics once every replica serves it."""
         ...
 
-    def usage(self) -> Usage:
+    async def usage(self) -> Usage:
         """What the engine has done so far."""
         ...
 
@@ -292,7 +292,7 @@ class Loop:
     # ---- train ----
 
     async def _train(self) -> None:
-        clock, usage = time.monotonic(), self._policy.usage()
+        clock, usage = time.monotonic(), await self._policy.usage()
         while self.version < self._config.steps:
             groups = await within(self._config.batch_timeout_s, self._take(), "a training batch", self._diagnose)
             waited = time.monotonic() - clock
@@ -307,7 +307,7 @@ class Loop:
             metrics |= await self._synchronise()
             metrics |= reward_metrics(self._scores)
             self._scores = []
-            now, used = time.monotonic(), self._policy.usage()
+            now, used = time.monotonic(), await self._policy.usage()
             metrics |= _time_metrics(now - clock, waited, trained, used, usage)
             metrics |= self.ledger.metrics()
             self.ledger.check()

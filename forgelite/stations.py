@@ -105,10 +105,10 @@ class PolicyHandle:
         """The version that the engine computes with."""
         return await self._client.version()
 
-    def usage(self) -> Usage:
-        """As of the engine's last answer."""
-        stats = self._client.stats
-        return Usage() if stats is None else Usage(busy_s=stats.busy_s, generated_tokens=stats.generated_tokens)
+    async def usage(self) -> Usage:
+        """What the engine has done so far."""
+        stats = await self._client.stats()
+        return Usage(busy_s=stats.busy_s, generated_tokens=stats.generated_tokens)
 
 
 class ReferenceHandle:

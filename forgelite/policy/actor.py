@@ -16,7 +16,8 @@ from monarch.actor import Actor, concurrent_endpoint
 
 from forgelite.errors import StationDied, WeightError
 from forgelite.policy.engine_loop import EngineLoop
-from forgelite.policy.engine_protocol import Collected, UpdateReport
+from forgelite.policy.engine_protocol import EngineStats, UpdateReport
+from forgelite.policy.groups import GroupResult
 from forgelite.types import Failure, GroupRequest
 
 if TYPE_CHECKING:
@@ -85,14 +86,13 @@ class PolicyActor(Actor):
         return self._running().submit(requests)
 
     @concurrent_endpoint
-    async def collect(self, timeout_s: float) -> Collected:
+    async def collect(self, timeout_s: float) -> list[GroupResult]:
         """Wait until at least one request is finished, and return all that are; none at the timeout.
 
         There is one caller: what it has been given is gone from here.
         """
         loop = self._running()
-        results = await asyncio.to_thread(loop.collect, timeout_s)
-        return Collected(results=results, stats=loop.stats())
+        return await asyncio.to_thread(loop.collect, timeout_s)
 
     @concurrent_endpoint
     async def abort(self, request_ids: list[str]) -> None:
@@ -122,6 +122,11 @@ class PolicyActor(Actor):
             raise WeightError(f"asked for version {version} with the manifest of {manifest.version}")
         async with self._reader.lease(version if manifest is None else manifest) as tensors:
             return await asyncio.to_thread(loop.update, version, lambda: tensors, keep_kv=keep_kv)
+
+    @concurrent_endpoint
+    async def stats(self) -> EngineStats:
+        """What the engine has done so far."""
+        return self._running().stats()
 
     @concurrent_endpoint
     async def version(self) -> int:
@@ -159,7 +164,7 @@ class ActorCalls:
     async def submit(self, requests: Sequence[GroupRequest]) -> Sequence[Failure | None]:
         return await self._answer(self._actor.submit.call_one(list(requests)))
 
-    async def collect(self, timeout_s: float) -> Collected:
+    async def collect(self, timeout_s: float) -> list[GroupResult]:
         return await self._answer(self._actor.collect.call_one(timeout_s))
 
     async def abort(self, request_ids: Sequence[str]) -> None:
@@ -167,6 +172,9 @@ class ActorCalls:
 
     async def update_weights(self, version: int, manifest: Any, keep_kv: bool) -> UpdateReport:
         return await self._answer(self._actor.update_weights.call_one(version, manifest, keep_kv))
+
+    async def stats(self) -> EngineStats:
+        return await self._answer(self._actor.stats.call_one())
 
     async def version(self) -> int:
         return await self._answer(self._actor.version.call_one())

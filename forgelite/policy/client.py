@@ -22,7 +22,8 @@ from typing import Any, Protocol
 from forgelite.errors import DeadlineExceeded, ForgeliteError, GenerationFailed, RequestRejected, StationDied
 from forgelite.observe.gates import within
 from forgelite.policy.admission import REJECTED
-from forgelite.policy.engine_protocol import ENGINE_DEAD, Collected, EngineStats, UpdateReport
+from forgelite.policy.engine_protocol import ENGINE_DEAD, EngineStats, UpdateReport
+from forgelite.policy.groups import GroupResult
 from forgelite.types import Completion, Failure, GroupRequest, SamplingParams
 
 Outcome = list[Completion] | Failure
@@ -35,7 +36,7 @@ class PolicyCalls(Protocol):
     async def submit(self, requests: Sequence[GroupRequest]) -> Sequence[Failure | None]:
         """Hand over requests; for each, None or why it was refused."""
 
-    async def collect(self, timeout_s: float) -> Collected:
+    async def collect(self, timeout_s: float) -> list[GroupResult]:
         """Wait for finished requests, `timeout_s` seconds at most."""
 
     async def abort(self, request_ids: Sequence[str]) -> None:
@@ -46,6 +47,9 @@ class PolicyCalls(Protocol):
 
     async def version(self) -> int:
         """The version in use."""
+
+    async def stats(self) -> EngineStats:
+        """What the engine has done so far."""
 
 
 class PolicyClient:
@@ -80,7 +84,6 @@ class PolicyClient:
         self._tasks: set[asyncio.Task[None]] = set()  # submits and aborts under way, and the poll
         self._collector: asyncio.Task[None] | None = None
         self._dead: str | None = None
-        self.stats: EngineStats | None = None  # as of the last poll; None: none has been answered yet
 
     async def generate_group(self, request: GroupRequest, *, timeout_s: float | None = None) -> list[Completion]:
         """Sample the members of one group.
@@ -160,6 +163,10 @@ class PolicyClient:
         """The version that the policy computes with."""
         return await self._ask(self._calls.version(), self._answer_s, "the policy's version")
 
+    async def stats(self) -> EngineStats:
+        """What the policy's engine has done so far."""
+        return await self._ask(self._calls.stats(), self._answer_s, "the policy's statistics")
+
     async def close(self) -> None:
         """Fail whoever waits and end the client's own tasks. The policy itself is left alone."""
         self._die("the policy client was closed")
@@ -193,9 +200,8 @@ class PolicyClient:
         """Poll as long as somebody waits. The only task that does, so there is one poll at a time."""
         while self._waiting and self._dead is None:
             bound = self._poll_s + self._answer_s
-            collected = await self._ask(self._calls.collect(self._poll_s), bound, "the policy's poll for results")
-            self.stats = collected.stats
-            for result in collected.results:
+            results = await self._ask(self._calls.collect(self._poll_s), bound, "the policy's poll for results")
+            for result in results:
                 self._settle(result.request_id, result.outcome)
 
     def _settle(self, request_id: str, outcome: Outcome) -> None:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from forgelite.policy.admission import Limits
-from forgelite.policy.groups import GroupResult
 from forgelite.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -104,14 +103,3 @@ class UpdateReport:
     queued_s: float  # waited for the step in progress
     paused_s: float  # no token was sampled in this time
     recomputed: int  # unfinished sequences whose KV cache was dropped
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class Collected:
-    """What a policy has finished since it was last asked.
-
-    Example: `Collected(results=[GroupResult(request_id="g12", outcome=completions)], stats=stats)`.
-    """
-
-    results: list[GroupResult]  # empty: nothing within the time that was given
-    stats: EngineStats

@@ -90,7 +90,7 @@ class VersionPolicy:
         self.held.append(version)
         return {}
 
-    def usage(self) -> Usage:
+    async def usage(self) -> Usage:
         return Usage(generated_tokens=self.generated)
 
 

@@ -10,7 +10,7 @@ import pytest
 from forgelite.errors import GenerationFailed, RequestRejected, StationDied, WeightMismatch
 from forgelite.policy.admission import REJECTED
 from forgelite.policy.client import PolicyClient
-from forgelite.policy.engine_protocol import Collected, EngineStats, UpdateReport
+from forgelite.policy.engine_protocol import EngineStats, UpdateReport
 from forgelite.policy.groups import GroupResult
 from forgelite.types import Completion, Failure, GroupRequest, SamplingParams, VersionSpan
 
@@ -75,7 +75,7 @@ class FakePolicy:
         self.failure = error
         self._finished.put_nowait([])
 
-    async def collect(self, timeout_s: float) -> Collected:
+    async def collect(self, timeout_s: float) -> list[GroupResult]:
         self.polls += 1
         self.begun_polls.put_nowait(timeout_s)
         self.most_polls = max(self.most_polls, self.polls)
@@ -87,7 +87,7 @@ class FakePolicy:
             self.polls -= 1
         if self.failure is not None:
             raise self.failure
-        return Collected(results=results, stats=STATS)
+        return results
 
     async def abort(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
@@ -103,6 +103,9 @@ class FakePolicy:
     async def version(self) -> int:
         return 4
 
+    async def stats(self) -> EngineStats:
+        return STATS
+
 
 async def test_requests_of_one_tick_share_one_submit_and_one_poll() -> None:
     policy = FakePolicy()
@@ -112,7 +115,6 @@ async def test_requests_of_one_tick_share_one_submit_and_one_poll() -> None:
     assert policy.submitted == [[f"g{i}" for i in range(16)]]
     assert policy.most_polls == 1
     assert [group[2].request_id for group in groups] == [f"g{i}/2" for i in range(16)]
-    assert client.stats == STATS
     await client.close()
 
 

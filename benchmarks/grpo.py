@@ -2,31 +2,34 @@
 
     python -m benchmarks.grpo [--quick] [--repeats 3] [--steps 40]      needs: make bench-trl-env, once
 
-**What runs.** `apps.grpo.main` with `configs/grpo/toy.yaml`: the real engines in five processes. TRL runs in `.venv-trl` by
-`benchmarks.trl_baseline`: one process, no vLLM. Every run is a process of its own, one after the other, and the five kinds
-of runs take turns (ours, TRL, ours without reference, ...), so that a machine that drifts drifts for all of them. Equal on
-both sides: the warm-start weights, the prompts and their order, groups x group size, steps, optimizer, loss (token mean,
-the two clip bounds, KL to the reference), advantages, temperature, float32, one OpenMP thread a process. The numbers
-come from one resolved configuration. What cannot be equal stands in `benchmarks.trl_baseline`; and forgelite leaves out
-groups whose rewards are all equal and samples others in their place, while TRL trains them with advantages of zero.
+**What runs.** Ours: `apps.grpo.main` with `configs/grpo/toy.yaml`, the real engines in five processes. TRL:
+one process without vLLM, in `.venv-trl`, by `benchmarks.trl_baseline`. Every run is a process of its own, one
+after the other, and the five kinds of runs take turns, so that a machine that drifts drifts for all of them.
+Equal on both sides, and taken from one resolved configuration: the warm-start weights, the prompts and their
+order, groups x group size, steps, optimizer, loss (token mean, the two clip bounds, KL to the reference),
+advantages, temperature, float32, one OpenMP thread a process. What TRL does otherwise stands in
+`benchmarks.trl_baseline`. What forgelite does otherwise: it filters groups whose rewards are all equal and
+samples others in their place, where TRL trains them with advantages of zero; and its samples are one version
+old.
 
-**What is measured.** Samples a second between the end of step 4 and the end of the last step, so start-up is outside on both
-sides, and so is the held-out evaluation. A sample is a completion that was sampled: group size times groups, those of
-filtered groups too, on both sides; one still being sampled or scored at an end of the span is outside. `steps_per_s` is
-beside it because it does not depend on that convention: each step trains groups x group size samples on both sides.
+**What is measured.** Samples a second from the end of step 4 to the end of the last step; start-up and the
+held-out evaluations are outside on both sides. A sample is a completion that was sampled and scored within
+that span, those of filtered groups too: on TRL's side groups x group size a step. Steps a second stand beside
+it, for a step trains groups x group size samples on both sides, whatever was filtered before.
 
-**Cases** (medians of the repeats):
+**Cases**, medians of the repeats:
 
 | case | what |
 |---|---|
 | `vs_trl` | samples a second, ours by TRL's; depth 1, both with a reference |
 | `samples_per_s`, `trl_samples_per_s` | the two numbers behind it |
 | `steps_per_s`, `trl_steps_per_s` | optimizer steps a second in the same span |
-| `vs_trl_no_reference` | the same ratio, neither side with a reference, and the two numbers behind it |
+| `vs_trl_no_reference` | the same ratio where neither side has a reference |
+| `no_reference_samples_per_s`, `trl_no_reference_samples_per_s` | the two numbers behind it |
 | `depth0_samples_per_s` | ours, synchronous, with the reference |
-| `greedy_accuracy`, `trl_greedy_accuracy` | held-out exact match after training, eos included, greedy |
+| `greedy_accuracy`, `trl_greedy_accuracy` | held-out exact match after training, greedy, eos included |
 | `wall_s`, `trl_wall_s` | the whole process, start-up and two evaluations included |
-| `memory_mb`, `trl_memory_mb` | largest sum of PSS over all processes of the run, sampled every two seconds |
+| `memory_mb`, `trl_memory_mb` | largest sum of PSS over all processes of a run, sampled every two seconds |
 """
 
 from __future__ import annotations
@@ -70,11 +73,12 @@ DEPTH_0 = (*WITH_REFERENCE, "loop.depth=0", "loop.max_policy_age=0")
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Measured:
-    """One run. Example: `Measured(samples_per_s=812.0, steps_per_s=5.1, accuracy=0.93, wall_s=21.0, memory_mb=1900.0)`."""
+    """One run. Example: `samples_per_s=812.0, steps_per_s=5.1, accuracy=0.93, wall_s=21.0, memory_mb=1900.0`."""
 
     samples_per_s: float
     steps_per_s: float
-    accuracy: float
+    accuracy_before: float  # held out, greedy
+    accuracy: float  # after training
     wall_s: float
     memory_mb: float
 
@@ -93,12 +97,14 @@ Contestant = Callable[[Path], Measured]  # runs once, in an empty folder
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure all cases and print them."""
     arguments = _parse(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the run in progress ends, too
     if not TRL_PYTHON.exists():
         sys.exit(f"benchmarks.grpo: there is no {TRL_PYTHON.parents[1].name}: run `make bench-trl-env` first")
+    load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="forgelite-bench-") as folder:
         ensure_warm_start(Path(folder, "warm-start"))
         measured = take_turns(contestants(arguments.steps), arguments.repeats, Path(folder))
-    title = f"GRPO on the toy, {arguments.steps} steps, {os.cpu_count()} CPUs"
+    title = f"GRPO on the toy, {arguments.steps} steps, {os.cpu_count()} CPUs, load average before: {load:.1f}"
     print_report("grpo", report_rows(measured), title=title)
 
 
@@ -123,8 +129,9 @@ def take_turns(runs: Mapping[str, Contestant], repeats: int, folder: Path) -> di
             result = run(place)
             measured[name].append(result)
             print(
-                f"{turn}/{repeats} {name:<18} {result.samples_per_s:7.0f} samples/s {result.steps_per_s:6.2f} steps/s"
-                f"  greedy {result.accuracy:.3f}  {result.wall_s:5.1f} s  {result.memory_mb:5.0f} MB",
+                f"{turn}/{repeats} {name:<18} {result.samples_per_s:5.0f} samples/s {result.steps_per_s:5.2f} steps/s  "
+                f"greedy {result.accuracy_before:.3f} -> {result.accuracy:.3f}  "
+                f"{result.wall_s:5.1f} s {result.memory_mb:6.0f} MB",
                 flush=True,
             )
     return measured
@@ -175,6 +182,7 @@ def run_ours(steps: int, variant: Sequence[str], folder: Path) -> Measured:
     return Measured(
         samples_per_s=samples_per_s,
         steps_per_s=steps_per_s,
+        accuracy_before=lines[0]["eval/reward"],
         accuracy=lines[-1]["eval/reward"],
         wall_s=finished.wall_s,
         memory_mb=finished.memory_mb,
@@ -227,6 +235,7 @@ def run_trl(steps: int, variant: Sequence[str], folder: Path) -> Measured:
     return Measured(
         samples_per_s=steps_per_s * spec.groups * spec.group_size,
         steps_per_s=steps_per_s,
+        accuracy_before=result.accuracy_before,
         accuracy=result.accuracy,
         wall_s=finished.wall_s,
         memory_mb=finished.memory_mb,
@@ -314,8 +323,8 @@ def tree_memory_mb(pid: int) -> float:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process that is still there, as Ctrl-C would; its stations end with it."""
-    for how in (signal.SIGINT, signal.SIGKILL):
+    """End a process that is still there, cleanly if it does so soon; its stations end with it."""
+    for how in (signal.SIGTERM, signal.SIGKILL):
         if process.poll() is None:
             os.killpg(process.pid, how)
             with suppress(subprocess.TimeoutExpired):

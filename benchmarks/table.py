@@ -19,8 +19,8 @@ from rich.table import Table
 class Row:
     """One measured number.
 
-    Example: `Row(case="vs_trl", value=1.21, unit="x", goal=1.0, note="median of 3")`; for a number that should be
-    small `Row(case="pause_ms", value=14.0, unit="ms", goal=30.0, at_most=True)`.
+    Example: `Row(case="vs_trl", value=1.21, unit="x", goal=1.0, note="median of 3")`; for a number that should
+    be small `Row(case="pause_ms", value=14.0, unit="ms", goal=30.0, at_most=True)`.
     """
 
     case: str  # as the issue or the docs name it
@@ -41,7 +41,10 @@ def is_met(row: Row) -> bool | None:
 
 
 def spread(values: Sequence[float]) -> str:
-    """A note on repeated measurements: how many, the least and the largest. Example: `"median of 3: 812 to 1010"`."""
+    """A note on repeated measurements: how many, the least and the largest.
+
+    Example: `"median of 3: 812 to 1,010"`.
+    """
     if len(values) < 2:
         return "one run"
     return f"median of {len(values)}: {_number(min(values))} to {_number(max(values))}"

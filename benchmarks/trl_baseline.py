@@ -2,8 +2,9 @@
 
     .venv-trl/bin/python -m benchmarks.trl_baseline spec.json result.json
 
-It runs in an environment of its own (`make bench-trl-env`), so it imports nothing of forgelite. What is set here is what
-makes the two runs equal; everything else is TRL's default. Where TRL cannot be made equal, it has the advantage:
+It runs in an environment of its own (`make bench-trl-env`), so it imports nothing of forgelite. What is set here
+is what makes the two runs equal; everything else is TRL's default. Where TRL cannot be made equal, it has the
+advantage:
 
 * it is synchronous, in one process, and samples with the model that it trains: nothing is sent anywhere;
 * with one update a batch it takes the ratio to the behaviour policy as 1 and computes no old log-probabilities.
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Spec:
-    """What is trained. Rows have the columns `prompt` and `answer`; an answer is right if it ends with eos, too."""
+    """What is trained. Rows have the columns `prompt` and `answer`; a right answer ends with eos."""
 
     model: str  # Hugging Face folder with the tokenizer
     rows: list[dict[str, str]]  # to train on, in this order, one a group
@@ -51,7 +52,6 @@ class Result:
     """What was measured. Times are of one clock, in seconds."""
 
     step_ends: list[float]
-    reward_means: list[float]  # of each step
     accuracy_before: float  # held out, greedy
     accuracy: float
 
@@ -64,13 +64,9 @@ def run(spec: Spec) -> Result:
     tokenizer = AutoTokenizer.from_pretrained(spec.model, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(spec.model, dtype=torch.float32)
     before = greedy_accuracy(model, tokenizer, spec)
-    step_ends, reward_means = _train(model, tokenizer, spec)
-    return Result(
-        step_ends=step_ends,
-        reward_means=reward_means,
-        accuracy_before=before,
-        accuracy=greedy_accuracy(model, tokenizer, spec),
-    )
+    step_ends = _train(model, tokenizer, spec)
+    after = greedy_accuracy(model, tokenizer, spec)
+    return Result(step_ends=step_ends, accuracy_before=before, accuracy=after)
 
 
 def greedy_accuracy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, spec: Spec) -> float:
@@ -90,8 +86,8 @@ def greedy_accuracy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, 
     return sum(rewards) / len(rewards)
 
 
-def _train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, spec: Spec) -> tuple[list[float], list[float]]:
-    """Train in place. Returns when each step ended, and its mean reward."""
+def _train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, spec: Spec) -> list[float]:
+    """Train in place. Returns when each step ended."""
     from datasets import Dataset
     from transformers import TrainerCallback
     from trl import GRPOTrainer
@@ -111,7 +107,7 @@ def _train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, spec: Spe
         callbacks=[Clock()],
     )
     trainer.train()
-    return step_ends, [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
+    return step_ends
 
 
 def _grpo_config(spec: Spec) -> Any:

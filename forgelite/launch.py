@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import platform
 import re
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -33,7 +35,10 @@ from forgelite.scoring.reward_client import RewardClient
 from forgelite.stations import PolicyHandle, ReferenceHandle, RewardHandle, TrainerHandle
 from forgelite.trainer.actor import TrainerActor, TrainerSetup
 from forgelite.weights import SHARED_MEMORY, reclaim, start_directory
-from forgelite.weights.opening import open_store
+from forgelite.weights.carriers import choose_carrier
+from forgelite.weights.manifest import Carrier
+from forgelite.weights.opening import StoreSettings, open_sharded_store, open_store
+from forgelite.weights_stations import start_carrier
 
 Device = Literal["cpu", "cuda"]
 
@@ -63,6 +68,28 @@ def choose_device(asked: Literal["auto", "cpu", "cuda"]) -> Device:
     return "cuda" if available and asked != "cpu" else "cpu"
 
 
+def choose_swap(
+    asked: Literal["auto", "copy", "zero_copy"], device: Device, carrier: Carrier
+) -> Literal["copy", "zero_copy"]:
+    """How the policy takes new weights. Raises ConfigError when they cannot be used in place on this device."""
+    if asked == "zero_copy" and device != "cpu":
+        raise ConfigError(f"weights.swap=zero_copy, but the policy runs on {device}: set weights.swap=copy or auto")
+    in_place = device == "cpu" and carrier in ("shm", "rdma")
+    return "zero_copy" if in_place and asked != "copy" else "copy"
+
+
+def publishes_shards(mesh: MeshConfig, carrier: Carrier) -> bool:
+    """Whether every process of the trainer writes its own shards; the other carriers take whole versions from one."""
+    return mesh.trainer_processes > 1 and carrier in ("shm", "rdma")
+
+
+def free_port() -> int:
+    """A port on which the processes of a trainer can meet. Another program may take it before they do."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
 @asynccontextmanager
 async def launch(config: GRPOConfig, *, on_phase: Callable[[str], None] = lambda text: None) -> AsyncIterator[Stations]:
     """The stations of `config`; ended when the block ends, however it ends.
@@ -81,13 +108,10 @@ async def launch(config: GRPOConfig, *, on_phase: Callable[[str], None] = lambda
     on_phase(f"starting the stations on {device}")
     mesh, run_id, seq_len = config.mesh, _run_identity(config.run.dir), config.trainer.training.seq_len
     temperature = config.policy.sampling.temperature
-    store = partial(
-        open_store,
-        run_id,
-        retain=config.weights.retain,
-        fingerprint=config.weights.fingerprint,
-        timeout_s=config.weights.timeout_s,
-    )
+    carrier = choose_carrier(config.weights.carrier, hosts={platform.node()})
+    swap = choose_swap(config.weights.swap, device, carrier)
+    on_phase(f"weights travel by {carrier}, and the policy takes them by {swap}")
+    settings = _store_settings(config, run_id, carrier, swap)
     async with _shared_memory_removed(run_id), Fleet(stop_timeout_s=mesh.stop_timeout_s) as fleet:
         policy = fleet.spawn(
             "policy",
@@ -98,9 +122,17 @@ async def launch(config: GRPOConfig, *, on_phase: Callable[[str], None] = lambda
         trainer_handle = TrainerHandle(
             trainer, timeout_s=mesh.call_timeout_s, publish_timeout_s=config.weights.timeout_s
         )
+        puller = await start_carrier(fleet, settings, mesh, _environment("cpu", None), on_phase)
         setups = [
             policy.call(
-                policy.actor.setup.call_one(config.model.path, dict(config.policy.engine), config.run.seed, 0, store),
+                policy.actor.setup.call_one(
+                    config.model.path,
+                    dict(config.policy.engine),
+                    config.run.seed,
+                    0,
+                    partial(open_store, settings, puller),
+                    swap,
+                ),
                 mesh.setup_timeout_s,
                 "setup",
             ),
@@ -114,9 +146,10 @@ async def launch(config: GRPOConfig, *, on_phase: Callable[[str], None] = lambda
                     steps=config.loop.steps,
                     seed=config.run.seed,
                     temperature=temperature,
-                    open_store=store,
-                    transfer_dtype=config.weights.transfer_dtype,
+                    open_store=partial(open_store, settings),
+                    open_shards=partial(open_sharded_store, settings) if publishes_shards(mesh, carrier) else None,
                     processes=mesh.trainer_processes,
+                    master_port=free_port() if mesh.trainer_processes > 1 else 0,
                 ),
                 mesh,
             ),
@@ -173,6 +206,7 @@ async def launch_trainer(
             seed=config.run.seed,
             temperature=1.0,
             processes=config.mesh.trainer_processes,
+            master_port=free_port() if config.mesh.trainer_processes > 1 else 0,
         )
         await fleet.together(_set_up_trainer(trainer, setup, config.mesh))
         handle = TrainerHandle(trainer, timeout_s=config.mesh.call_timeout_s)
@@ -185,6 +219,22 @@ async def launch_trainer(
 def _spawn_trainer(fleet: Fleet, mesh: MeshConfig, device: Device) -> Station:
     environment = _environment(device, mesh.trainer_gpus)
     return fleet.spawn("trainer", TrainerActor, environment=environment, processes=mesh.trainer_processes)
+
+
+def _store_settings(
+    config: GRPOConfig, run_id: str, carrier: Carrier, swap: Literal["copy", "zero_copy"]
+) -> StoreSettings:
+    weights = config.weights
+    return StoreSettings(
+        run_id=run_id,
+        carrier=carrier,
+        retain=weights.retain,
+        fingerprint=weights.fingerprint,
+        timeout_s=weights.timeout_s,
+        served_in_place=config.policy.replicas if swap == "zero_copy" else 0,
+        transfer_dtype=weights.transfer_dtype,
+        folder=weights.folder or str(Path(config.run.dir, "weights").absolute()),
+    )
 
 
 async def _set_up_trainer(station: Station, setup: TrainerSetup, mesh: MeshConfig) -> None:

@@ -13,7 +13,8 @@
 | update (one)    | one published version | the policy's acknowledgement | its reply, or its deadline             |
 
 The tasks live in one task group: when one fails, all of them end and the caller gets the cause. Training goes on
-while the policy takes new weights; it waits for that only before it publishes the next ones. At depth 0 there is
+while its weights are published and the policy takes them; it waits for that only before it publishes the next ones
+(the trainer itself waits before it changes weights that are still being copied). At depth 0 there is
 no room before the new version is served, so the same code is synchronous.
 """
 
@@ -61,7 +62,10 @@ class TrainerStation(Protocol):
         ...
 
     async def publish(self) -> Mapping[str, Any]:
-        """Make the current weights available under their version; returns metrics."""
+        """Make the weights of this moment available under their version; returns metrics.
+
+        The next step may be asked for before this returns.
+        """
         ...
 
 
@@ -332,8 +336,8 @@ class Loop:
         metrics: dict[str, Any] = {}
         if last or self.version % self._config.sync_every == 0:
             await self._finish_update()
-            metrics |= await self._trainer.publish()
-            self._update = self._tasks.create_task(self._update_policy(self.version))
+            self._update = self._tasks.create_task(self._publish_and_update(self.version))
+            await asyncio.sleep(0)  # the publication has been asked for when the next step is
         if evaluation_due:
             await self._finish_update()
             metrics |= await self._evaluate()
@@ -344,8 +348,9 @@ class Loop:
             self._room.set()
         return metrics | self._update_metrics
 
-    async def _update_policy(self, version: int) -> None:
-        self._update_metrics = await self._policy.update_weights(version)
+    async def _publish_and_update(self, version: int) -> None:
+        published = await self._trainer.publish()
+        self._update_metrics = {**published, **await self._policy.update_weights(version)}
         self.served_version = version
         if self._config.depth != 0:
             self._room.set()

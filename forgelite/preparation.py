@@ -11,6 +11,7 @@ from pathlib import Path
 from forgelite.checkpoint import checkpoint_step
 from forgelite.config import DataConfig, GRPOConfig, ModelConfig, RewardConfig, SFTConfig, to_yaml
 from forgelite.errors import ConfigError
+from forgelite.losses import make_loss
 from forgelite.observe.progress import make_progress
 from forgelite.observe.recorder import Recorder, claim_folder
 from forgelite.rollout.dataset import PromptStream, import_object, load_rows
@@ -18,6 +19,7 @@ from forgelite.rollout.demonstration import demonstration
 from forgelite.rollout.environment import EnvironmentFactory, SingleTurn
 from forgelite.rollout.episode import Generator, Rollout, derive_seed
 from forgelite.rollout.tokenizer import Tokenizer, load_tokenizer, prompt_maker, read_vocab_size
+from forgelite.scoring.advantages import make_advantages
 from forgelite.types import Prompt, SamplingParams, Trajectory
 
 
@@ -40,6 +42,8 @@ def prepare(config: GRPOConfig) -> Inputs:
             model. The message names the key.
     """
     _find_rewards(config.reward)
+    make_loss(config.loss)  # both import and check what is the user's own; the stations make theirs again
+    make_advantages(config.advantage)
     tokenizer = open_tokenizer(config.model)
     to_prompt = prompt_maker(tokenizer, config.data.prompt)
     rows = load_rows(config.data.train, config.data.train_args, "data.train")

@@ -1,9 +1,9 @@
 """One typed configuration tree: YAML files, `key.sub=value` overrides, checks that name the keys."""
 
+from forgelite.config.advantage import AdvantageConfig
 from forgelite.config.loading import check_config, describe_keys, load_config, to_yaml
 from forgelite.config.loss import LossConfig
 from forgelite.config.schema import (
-    AdvantageConfig,
     CheckpointConfig,
     DataConfig,
     EvalConfig,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import types
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -199,6 +200,9 @@ def _explain(schema: type[BaseModel], error: ValidationError) -> Iterator[str]:
     for item in error.errors(include_url=False):
         key = ".".join(_path(schema, item["loc"]))
         if item["type"] == "extra_forbidden":
+            if re.sub(r"\.\d+\.", ".N.", key) in known:  # of another variant of the same section
+                yield f"{key}: not a key of the given {key.rpartition('.')[0]}.name"
+                continue
             near = difflib.get_close_matches(key, known, n=1)
             yield f"{key}: unknown key" + (f" (did you mean {near[0]}?)" if near else "")
         elif item["type"] == "missing":
@@ -215,6 +219,8 @@ def _path(schema: type[BaseModel], location: Sequence[str | int]) -> Iterator[st
     for part in location:
         if get_origin(here) is list:
             here = get_args(here)[0]
+            if get_origin(here) is Annotated:  # around a union of sections, of which pydantic names the tag next
+                here = get_args(here)[0]
         elif fields := [v.model_fields[part] for v in _sections(here) if part in v.model_fields]:
             here = fields[0].annotation
         elif _is_union(here) and part in _tags(here):

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from forgelite.config.advantage import AdvantageConfig
 from forgelite.config.loss import ClipLossConfig, CrossEntropyLossConfig, LossConfig
 from forgelite.config.section import Section
 from forgelite.config.trainer import TrainerConfig
@@ -139,15 +140,6 @@ class PolicyConfig(Section):
     request_timeout_s: float = Field(300.0, gt=0, description="deadline of one generation request")
 
 
-class AdvantageConfig(Section):
-    """From rewards to advantages."""
-
-    name: Literal["group_normalised", "group_centred"] = Field(
-        "group_normalised", description="(r - mean) / (std + eps) as in GRPO, or r - mean as in Dr.GRPO"
-    )
-    eps: float = Field(1e-4, gt=0, description="added to the standard deviation")
-
-
 class RewardFunctionConfig(Section):
     """One reward."""
 
@@ -189,9 +181,20 @@ class ReferenceConfig(Section):
 class WeightsConfig(Section):
     """How versions travel from the trainer to the policy."""
 
-    carrier: Literal["shm"] = Field("shm", description="shm: shared memory on one host")
+    carrier: Literal["auto", "shm", "rdma", "torchstore", "filesystem"] = Field(
+        "auto",
+        description="shm: shared memory of one host; rdma: from host to host by Monarch's RDMA buffers; torchstore: "
+        "one packed key; filesystem: safetensors in weights.folder; auto: shm on one host, rdma on several; it is "
+        "logged",
+    )
+    folder: str | None = Field(None, description="for carrier=filesystem; default: weights in the run folder")
     transfer_dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
         None, description="type in which weights travel; null: as the trainer holds them"
+    )
+    swap: Literal["auto", "copy", "zero_copy"] = Field(
+        "auto",
+        description="copy: into the policy's parameters; zero_copy: the policy computes with the published version in "
+        "place (CPU only); auto: zero_copy on a CPU, copy on a GPU; it is logged",
     )
     retain: int = Field(2, ge=1, description="committed versions that stay readable")
     fingerprint: bool = Field(True, description="compare a checksum of what was written and what was read")
@@ -260,22 +263,63 @@ class GRPOConfig(Section):
     metrics: MetricsConfig = Field(default_factory=MetricsConfig)
 
     @model_validator(mode="after")
+    def _loss_fits(self) -> GRPOConfig:
+        loss, advantage, loop = self.loss, self.advantage, self.loop
+        if loss.name == "cross_entropy":
+            raise ValueError("loss.name=cross_entropy is for demonstrations (apps.sft), not for rewards")
+        for section, weight in (("loss", loss.kl_coefficient), ("advantage", advantage.kl_coefficient)):
+            if weight > 0 and not self.reference.enabled:
+                raise ValueError(f"{section}.kl_coefficient={weight} needs reference.enabled=true")
+        if loss.kl_coefficient > 0 and advantage.kl_coefficient > 0:
+            raise ValueError(
+                f"loss.kl_coefficient={loss.kl_coefficient} and advantage.kl_coefficient={advantage.kl_coefficient} "
+                "count the same divergence twice: keep it in the loss or in the reward"
+            )
+        if loss.whiten_advantages and advantage.name == "group_normalised":
+            raise ValueError(
+                f"loss.whiten_advantages=true (loss.name={loss.name}) with advantage.name=group_normalised divides by "
+                "a deviation twice: set advantage.name=reward, or group_centred for a baseline"
+            )
+        if loss.name == "dr_grpo" and advantage.name == "group_normalised":
+            raise ValueError(
+                "loss.name=dr_grpo does not divide by the deviation of a group: set advantage.name=group_centred "
+                "(the default is group_normalised), or take loss.name=clip with loss.aggregation=constant"
+            )
+        if loop.depth != 0 and loop.max_policy_age > 0 and not loss.corrects_gap:
+            depth = "null" if loop.depth is None else loop.depth
+            raise ValueError(
+                f"loop.depth={depth} with loop.max_policy_age={loop.max_policy_age} trains on samples of older "
+                f"versions, which loss.name={loss.name} with loss.anchor={loss.anchor} takes for its own: it has no "
+                "ratio to them, no trust region and no correction. Set loss.corrections=[{name: token_tis}], take a "
+                "loss with a ratio such as loss.name=clip, or set loop.depth=0"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _fits_together(self) -> GRPOConfig:
         loop, seq_len = self.loop, self.trainer.training.seq_len
-        if self.loss.kl_coefficient > 0 and not self.reference.enabled:
-            raise ValueError(f"loss.kl_coefficient={self.loss.kl_coefficient} needs reference.enabled=true")
-        if self.loss.name == "cross_entropy":
-            raise ValueError("loss.name=cross_entropy is for demonstrations (apps.sft), not for rewards")
         if loop.group_size == 1 and loop.filter_zero_variance:
             raise ValueError(
                 "loop.group_size=1 with loop.filter_zero_variance=true filters every group: "
                 "a group of one has no variance"
+            )
+        if loop.group_size == 1 and self.advantage.name not in ("reward", "custom"):
+            raise ValueError(
+                f"loop.group_size=1 with advantage.name={self.advantage.name} gives only advantages of zero: "
+                "set advantage.name=reward"
             )
         if self.policy.sampling.max_tokens >= seq_len:
             raise ValueError(
                 f"policy.sampling.max_tokens={self.policy.sampling.max_tokens} leaves no room for a prompt in "
                 f"trainer.training.seq_len={seq_len}"
             )
+        if self.weights.swap == "zero_copy" and self.weights.carrier in ("torchstore", "filesystem"):
+            raise ValueError(
+                f"weights.swap=zero_copy with weights.carrier={self.weights.carrier}: only what lies in shared memory "
+                f"can be used in place; set weights.swap=copy or auto"
+            )
+        if self.weights.folder is not None and self.weights.carrier != "filesystem":
+            raise ValueError(f"weights.folder={self.weights.folder} is for weights.carrier=filesystem only")
         engine_dtype = self.policy.engine.get("dtype")
         sent_dtype = self.weights.transfer_dtype or "float32"
         if engine_dtype in ("float32", "bfloat16", "float16") and engine_dtype != sent_dtype:

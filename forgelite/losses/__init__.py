@@ -1,28 +1,39 @@
-"""Losses: pure functions of tensors.
+"""Losses: pure functions of tensors, put together by `make_loss` from the configuration.
 
-A new loss is one function with the signature of `Loss`, one entry in `LOSSES`, and its name and options in
-`forgelite.config.loss`.
+    inputs ── tokens ──> surrogate ── x corrections ──> aggregation ──(+)──> loss
+                └──────> divergence from the reference ──> aggregation ──┘
+
+`docs/losses.md` lists all of them with their formulas and their keys.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
-
-from forgelite.config.loss import LossConfig
-from forgelite.losses.clip import clip_loss
+from forgelite.config.loss import CrossEntropyLossConfig, LossConfig
 from forgelite.losses.cross_entropy import cross_entropy_loss
-from forgelite.losses.inputs import LossInputs, LossOutput
+from forgelite.losses.inputs import BatchSize, Loss, LossInputs, LossOutput
+from forgelite.losses.policy import make_policy_loss
+from forgelite.losses.tokens import Correction, PolicyTokens, Surrogate
+from forgelite.losses.whitening import whitened
 
 
-class Loss(Protocol):
-    """A share of the loss of a batch, from one microbatch of it."""
+def make_loss(config: LossConfig) -> Loss:
+    """The loss of a configuration.
 
-    def __call__(
-        self, inputs: LossInputs, config: LossConfig, *, denominator: float, trainer_version: int
-    ) -> LossOutput: ...
+    Raises:
+        ConfigError: a function of the user's cannot be imported, or does not take the arguments given.
+    """
+    return cross_entropy_loss if isinstance(config, CrossEntropyLossConfig) else make_policy_loss(config)
 
 
-LOSSES: Mapping[str, Loss] = {"clip": clip_loss, "cross_entropy": cross_entropy_loss}
-
-__all__ = ["LOSSES", "Loss", "LossInputs", "LossOutput", "clip_loss", "cross_entropy_loss"]
+__all__ = [
+    "BatchSize",
+    "Correction",
+    "Loss",
+    "LossInputs",
+    "LossOutput",
+    "PolicyTokens",
+    "Surrogate",
+    "cross_entropy_loss",
+    "make_loss",
+    "whitened",
+]

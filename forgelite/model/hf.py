@@ -84,6 +84,38 @@ def export_hf(model: Decoder, spec: ModelSpec) -> Iterator[tuple[str, torch.Tens
             yield from adapter.to_hf({name: whole.detach()}).items()
 
 
+def export_hf_shards(model: Decoder, spec: ModelSpec) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights by Hugging Face name, as this process holds them. A collective: all ranks draw to the end.
+
+    A tensor that is spread over the ranks comes as a distributed one. A fused q/k/v, which has to be taken apart,
+    is gathered, but of one layer at a time. Experts come from the ranks that hold them. Otherwise as `export_hf`.
+    """
+    adapter = spec.state_dict_adapter(spec.model, None)
+    with torch.no_grad():
+        for prefix, part in _model_parts(model):
+            for name, tensor in part.state_dict(prefix=prefix).items():
+                yield from adapter.to_hf({name: tensor.detach()}).items()
+
+
+def describe_hf(model: Decoder, spec: ModelSpec) -> dict[str, torch.Tensor]:
+    """A tensor on the meta device for each whole tensor that `export_hf` gives, by its name. A collective."""
+    adapter = spec.state_dict_adapter(spec.model, None)
+    described: dict[str, torch.Tensor] = {}
+    for prefix, part in _model_parts(model):
+        for name, tensor in part.state_dict(prefix=prefix).items():
+            described |= adapter.to_hf({name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")})
+    return described
+
+
+def _model_parts(model: Decoder) -> Iterator[tuple[str, torch.nn.Module]]:
+    """The layers one by one, and whatever else the model has, each with the prefix of its names."""
+    for name, part in model.named_children():
+        if name == "layers":
+            yield from ((f"layers.{number}.", layer) for number, layer in part.named_children())
+        else:
+            yield f"{name}.", part
+
+
 def write_hf_folder(folder: Path, definition: ModelDefinition, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Write config.json, the tokenizer files of the starting model and the weights as safetensors.
 

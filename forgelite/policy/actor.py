@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from monarch.actor import Actor, concurrent_endpoint
 
@@ -47,6 +47,9 @@ class PolicyActor(Actor):
         self._claimed = False
         self._loop: EngineLoop | None = None
         self._reader: WeightReader | None = None
+        self._in_place = False
+        self._updating = asyncio.Lock()
+        self._served = AsyncExitStack()  # holds the lease of the version that is served in place
 
     @concurrent_endpoint
     async def setup(
@@ -56,6 +59,7 @@ class PolicyActor(Actor):
         seed: int,
         version: int = 0,
         open_reader: Callable[[], WeightReader] | None = None,
+        swap: Literal["copy", "zero_copy"] = "copy",
     ) -> dict[str, Any]:
         """Import vLLM, build the engine and start its thread.
 
@@ -65,6 +69,7 @@ class PolicyActor(Actor):
             seed: requests without a seed derive theirs from it.
             version: of the weights in the folder.
             open_reader: makes, in this process, the reader of published weights; None: they never change.
+            swap: copy published weights, or serve them in place (`weights.swap`).
 
         Returns:
             The fields of `Capabilities`, by name.
@@ -75,7 +80,8 @@ class PolicyActor(Actor):
         if self._claimed:
             raise RuntimeError("this process was set up already, and two engines never share one")
         self._claimed = True
-        built = await asyncio.to_thread(_build, model_path, engine, seed)
+        built = await asyncio.to_thread(_build, model_path, engine, seed, swap)
+        self._in_place = swap == "zero_copy"
         self._reader = open_reader() if open_reader is not None else None
         self._loop = EngineLoop(built, seed=seed, version=version)
         return dataclasses.asdict(built.capabilities)
@@ -103,7 +109,9 @@ class PolicyActor(Actor):
     async def update_weights(self, version: int, manifest: Any, keep_kv: bool = False) -> UpdateReport:
         """Take a published version between two steps, and return when it is in use.
 
-        The lease is taken while the engine still samples, and held until the weights are written.
+        The lease is taken, the fingerprint compared and the update prepared while the engine still samples. The
+        lease is held until the weights are copied, or, where they are served in place, until the next version is
+        served.
 
         Args:
             version: of the new weights.
@@ -120,8 +128,13 @@ class PolicyActor(Actor):
             raise WeightError("this policy was set up without a reader of published weights")
         if manifest is not None and manifest.version != version:
             raise WeightError(f"asked for version {version} with the manifest of {manifest.version}")
-        async with self._reader.lease(version if manifest is None else manifest) as tensors:
-            return await asyncio.to_thread(loop.update, version, lambda: tensors, keep_kv=keep_kv)
+        async with self._updating, AsyncExitStack() as leases:
+            tensors = await leases.enter_async_context(self._reader.lease(version if manifest is None else manifest))
+            report = await asyncio.to_thread(loop.update, version, lambda: tensors, keep_kv=keep_kv)
+            if self._in_place:
+                await self._served.aclose()
+                self._served = leases.pop_all()
+            return report
 
     @concurrent_endpoint
     async def stats(self) -> EngineStats:
@@ -138,6 +151,7 @@ class PolicyActor(Actor):
         """Abort what is running and free the engine. Safe to call again, and before `setup`."""
         if self._loop is not None:
             await asyncio.to_thread(self._loop.close)
+        await self._served.aclose()
         if self._reader is not None:
             self._reader.close()
 
@@ -180,7 +194,7 @@ class ActorCalls:
         return await self._answer(self._actor.version.call_one())
 
 
-def _build(model_path: str, engine: dict[str, Any], seed: int) -> Any:
+def _build(model_path: str, engine: dict[str, Any], seed: int, swap: Literal["copy", "zero_copy"]) -> Any:
     from forgelite.policy.engine import build_engine  # imports torch and vLLM: many seconds
 
-    return build_engine(model_path, engine=engine, seed=seed)
+    return build_engine(model_path, engine=engine, seed=seed, swap=swap)

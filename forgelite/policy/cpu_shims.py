@@ -59,7 +59,7 @@ def unpacked_experts(model: nn.Module) -> Iterator[None]:
     experts during the block. When the block raises, the packed weights of before are put back.
     """
     packed: list[tuple[nn.Parameter, torch.Tensor]] = []
-    layers = list(_packed_expert_layers(model))
+    layers = list(packed_expert_layers(model))
     for layer in layers:
         for name, raw in _raw_expert_shapes(layer).items():
             parameter = getattr(layer, name)
@@ -93,7 +93,8 @@ def register_architecture(architectures: list[str]) -> None:
             ModelRegistry.register_model(name, entry.load_model_cls())
 
 
-def _packed_expert_layers(model: nn.Module) -> Iterator[Any]:
+def packed_expert_layers(model: nn.Module) -> Iterator[Any]:
+    """The layers whose expert kernel reads a packed layout."""
     for layer in model.modules():
         kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
         if kernel is not None and hasattr(layer, "w13_weight"):

@@ -21,18 +21,20 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from forgelite.errors import ConfigError
 from forgelite.policy import cpu_shims
 from forgelite.policy.admission import Limits
+from forgelite.policy.device_staging import DeviceStaging
 from forgelite.policy.engine_protocol import Sampled
-from forgelite.policy.weights_loading import CheckpointSchema, load_weights, read_schema
+from forgelite.policy.weights_loading import CheckpointSchema, prepare_copy, read_schema
+from forgelite.policy.zero_copy import bind, prepare_swap
 from forgelite.types import SamplingParams
 
 log = logging.getLogger(__name__)
@@ -46,6 +48,7 @@ _OWN_ARGUMENTS = {  # EngineArgs that forgelite sets: what they guarantee does n
     "async_scheduling": "a step that overlaps the next one would straddle an update",
     "disable_log_stats": "forgelite keeps its own statistics",
 }
+Swap = Literal["copy", "zero_copy"]
 _ONE_DEVICE = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "nnodes")
 
 
@@ -54,7 +57,7 @@ class Capabilities:
     """What was built: decided here, logged once, reported to the controller.
 
     Example: `Capabilities(vocab_size=128, max_model_len=512, max_num_seqs=128, dtype="float32", device="cpu",
-    attention_backend="CPU_ATTN", kv_cache_tokens=64000)`.
+    attention_backend="CPU_ATTN", kv_cache_tokens=64000, weights_swap="zero_copy")`.
     """
 
     vocab_size: int
@@ -64,24 +67,32 @@ class Capabilities:
     device: str
     attention_backend: str
     kv_cache_tokens: int  # tokens that fit in the KV cache
+    weights_swap: Swap  # how new weights come into use
 
 
 class VllmEngine:
     """A vLLM engine core in this process. Not thread-safe: `EngineLoop` calls it from one thread only."""
 
-    def __init__(self, client: Any, config: Any, schema: CheckpointSchema) -> None:
+    def __init__(self, client: Any, config: Any, schema: CheckpointSchema, *, swap: Swap) -> None:
         """Wrap a running core; `build_engine` is the way to get one.
 
         Args:
             client: vLLM's `InprocClient`.
             config: the `VllmConfig` it was built from.
             schema: of the checkpoint that it started from.
+            swap: copy new weights into the parameters, or make the parameters views of them (CPU only).
+
+        Raises:
+            ConfigError: this model's parameters cannot be views.
         """
         self._client = client
         self._scheduler = client.engine_core.scheduler
         self._model_runner = client.engine_core.model_executor.driver_worker.worker.model_runner
         self._schema = schema
-        self.capabilities = _capabilities(config)
+        device = self._model_runner.device
+        self._staging = DeviceStaging(device) if device.type == "cuda" else None
+        self._bindings = bind(self._model_runner.get_model(), schema) if swap == "zero_copy" else None
+        self.capabilities = _capabilities(config, swap)
         self.limits = Limits(vocab_size=self.capabilities.vocab_size, max_model_len=self.capabilities.max_model_len)
 
     def add(
@@ -146,9 +157,20 @@ class VllmEngine:
         """How many sequences are being computed, and how many wait for a place."""
         return self._scheduler.get_request_counts()
 
-    def load_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Write a complete set of weights; see `weights_loading.load_weights` for what it raises."""
-        load_weights(self._model_runner, tensors, self._schema)
+    def prepare_weights(self, tensors: Mapping[str, torch.Tensor]) -> Callable[[], None]:
+        """Check a complete set of weights, by checkpoint name; returns what puts it in use between two steps.
+
+        With `swap="zero_copy"` the tensors must stay as they are until another set is in use.
+
+        Raises:
+            WeightMismatch: the set does not fit; nothing was changed.
+        """
+        if self._bindings is not None:
+            return prepare_swap(self._model_runner.get_model(), self._bindings, tensors, self._schema)
+        if self._staging is not None:
+            self._schema.check(tensors)
+            tensors = self._staging.stage(tensors)
+        return prepare_copy(self._model_runner, tensors, self._schema)
 
     def drop_kv(self) -> None:
         """Forget every cached key and value; running sequences are prefilled again from their tokens.
@@ -165,10 +187,12 @@ class VllmEngine:
 
         self._client.shutdown()
         self._client = self._scheduler = self._model_runner = None
+        if self._staging is not None:
+            self._staging.close()
         cleanup_dist_env_and_memory()
 
 
-def build_engine(model_path: str | Path, *, engine: Mapping[str, Any], seed: int) -> VllmEngine:
+def build_engine(model_path: str | Path, *, engine: Mapping[str, Any], seed: int, swap: Swap = "copy") -> VllmEngine:
     """Build a vLLM engine in this process, which must have been started with `policy_environment`.
 
     On a CPU it is eager, its linear layers are live, and its KV cache holds what `max_num_seqs` sequences of
@@ -178,10 +202,11 @@ def build_engine(model_path: str | Path, *, engine: Mapping[str, Any], seed: int
         model_path: a Hugging Face folder: config.json and safetensors files.
         engine: names and values of vLLM's EngineArgs (`policy.engine.*`).
         seed: of the engine's own generator; sequences have seeds of their own.
+        swap: see `VllmEngine` (`weights.swap`).
 
     Raises:
-        ConfigError: the environment, an argument or the folder is wrong; names `policy.engine.<name>` or
-            `model.path`.
+        ConfigError: the environment, an argument or the folder is wrong; names `policy.engine.<name>`,
+            `model.path` or `weights.swap`.
     """
     _check_environment()
     _check_arguments(engine)
@@ -192,6 +217,8 @@ def build_engine(model_path: str | Path, *, engine: Mapping[str, Any], seed: int
     from vllm.v1.executor import Executor
 
     on_cpu = current_platform.is_cpu()
+    if swap == "zero_copy" and not on_cpu:
+        raise ConfigError("weights.swap=zero_copy needs a policy on a CPU; set weights.swap=copy or auto")
     if on_cpu:
         cpu_shims.allow_amx()
         cpu_shims.keep_linears_live()
@@ -213,7 +240,7 @@ def build_engine(model_path: str | Path, *, engine: Mapping[str, Any], seed: int
             "policy.engine: these settings keep several steps in flight, so that an update could not fall "
             "between two of them; leave out pipeline parallelism"
         )
-    built = VllmEngine(client, config, schema)
+    built = VllmEngine(client, config, schema, swap=swap)
     log.info("policy engine: %s", built.capabilities)
     return built
 
@@ -303,7 +330,7 @@ def _vllm_sampling(sampling: SamplingParams) -> Any:
     )
 
 
-def _capabilities(config: Any) -> Capabilities:
+def _capabilities(config: Any, swap: Swap) -> Capabilities:
     layers = config.compilation_config.static_forward_context.values()
     backends = {layer.attn_backend.get_name() for layer in layers if getattr(layer, "attn_backend", None) is not None}
     cache = config.cache_config
@@ -315,4 +342,5 @@ def _capabilities(config: Any) -> Capabilities:
         device=config.device_config.device_type,
         attention_backend="+".join(sorted(backends)),
         kv_cache_tokens=cache.num_gpu_blocks * cache.block_size,
+        weights_swap=swap,
     )

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-from forgelite.errors import StationDied, WeightError, WeightMismatch
+from forgelite.errors import StationDied, WeightError
 from forgelite.policy.admission import REJECTED, rejection
 from forgelite.policy.engine_protocol import ENGINE_DEAD, Engine, EngineStats, Sampled, UpdateReport
 from forgelite.policy.groups import GroupResult, LiveGroup, Member, sampling_fault
@@ -126,12 +126,12 @@ class EngineLoop:
     def update(
         self, version: int, load: Callable[[], Mapping[str, torch.Tensor]], *, keep_kv: bool = False
     ) -> UpdateReport:
-        """Take new weights between two steps, and return when they are in use.
+        """Prepare new weights in this thread, take them between two steps, and return when they are in use.
 
         Args:
             version: of the new weights.
-            load: called between the two steps; gives the tensors by checkpoint name. They are only read, and
-                only until `update` returns.
+            load: gives the tensors by checkpoint name. They are only read, but by an engine that uses them in
+                place (`weights.swap=zero_copy`) until the next update has returned.
             keep_kv: let running sequences go on with the keys and values of the old weights. Their further
                 tokens are then sampled by neither version's own distribution; the recorded logprobs stay
                 true.
@@ -142,8 +142,11 @@ class EngineLoop:
             StationDied: the engine is broken or closed, or broke because writing failed half-way.
             Exception: whatever `load` raised. Version and weights are what they were.
         """
+        if self._dead is not None:
+            raise StationDied(self._dead)
+        put_in_use = self._engine.prepare_weights(load())
         asked = time.monotonic()
-        return self._call(lambda: self._update(version, load, keep_kv, asked))
+        return self._call(lambda: self._update(version, put_in_use, keep_kv, asked))
 
     def stats(self) -> EngineStats:
         """Counters of the engine thread; a step in progress is not in them yet."""
@@ -291,20 +294,15 @@ class EngineLoop:
                 group.end(member, "abort")
             self._finish(group, group.completions())
 
-    def _update(
-        self, version: int, load: Callable[[], Mapping[str, torch.Tensor]], keep_kv: bool, asked: float
-    ) -> UpdateReport:
+    def _update(self, version: int, put_in_use: Callable[[], None], keep_kv: bool, asked: float) -> UpdateReport:
         began = time.monotonic()
         if self._live and version < self._version:
             raise WeightError(
                 f"version {version} is older than {self._version}, and {len(self._live)} requests are being "
                 "sampled, whose versions would fall: abort them first"
             )
-        tensors = load()
         try:
-            self._engine.load_weights(tensors)
-        except WeightMismatch:  # found before the first write
-            raise
+            put_in_use()
         except Exception as error:
             raise self._break(error, f"writing version {version} failed half-way") from error
         recomputed = 0 if keep_kv else len(self._sequences)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -26,7 +26,7 @@ class Sampled(NamedTuple):
 
 
 class Engine(Protocol):
-    """An engine that samples one step at a time. All calls come from one thread."""
+    """An engine that samples one step at a time. All calls but `prepare_weights` come from one thread."""
 
     limits: Limits
 
@@ -60,12 +60,17 @@ class Engine(Protocol):
     def queue_lengths(self) -> tuple[int, int]:
         """How many sequences are being computed, and how many wait for a place."""
 
-    def load_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Write a complete set of weights, by checkpoint name.
+    def prepare_weights(self, tensors: Mapping[str, torch.Tensor]) -> Callable[[], None]:
+        """Do all of an update that can be done beside a step, in the caller's thread.
+
+        Args:
+            tensors: a complete set, by checkpoint name.
+
+        Returns:
+            What puts them in use, to be called between two steps. After an error of it the weights are undefined.
 
         Raises:
-            WeightMismatch: the set does not fit; nothing was written. After any other error the weights are
-                undefined.
+            WeightMismatch: the set does not fit; nothing was changed.
         """
 
     def drop_kv(self) -> None:

@@ -9,12 +9,13 @@ old weights whole.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from forgelite.errors import ConfigError, WeightMismatch
 from forgelite.policy import cpu_shims
@@ -112,9 +113,10 @@ def read_schema(model_path: str | Path, *, tied_head: bool, engine_dtype: torch.
     return CheckpointSchema(tensors=tensors, tied_head=tied_head, engine_dtype=engine_dtype)
 
 
-@torch.no_grad()
-def load_weights(model_runner: Any, tensors: Mapping[str, torch.Tensor], schema: CheckpointSchema) -> None:
-    """Write a complete set of weights into the model of a running engine, between two of its steps.
+def prepare_copy(
+    model_runner: Any, tensors: Mapping[str, torch.Tensor], schema: CheckpointSchema
+) -> Callable[[], None]:
+    """Check a complete set of weights; returns what writes it into the model, to be called between two steps.
 
     The KV cache is left as it is; the caller resets it.
 
@@ -124,17 +126,19 @@ def load_weights(model_runner: Any, tensors: Mapping[str, torch.Tensor], schema:
         schema: of the checkpoint that the engine started from.
 
     Raises:
-        WeightMismatch: the set does not fit; nothing was written.
-        Exception: anything else comes from vLLM in the middle of the write, and the model is then half old,
-            half new.
+        WeightMismatch: the set does not fit. What is returned raises whatever vLLM raises in the middle of the
+            write, and the model is then half old, half new.
     """
     schema.check(tensors)
-    model = model_runner.get_model()
     weights = [(name, tensor) for name, tensor in tensors.items() if name in schema.tensors]
-    if model_runner.device.type != "cpu":
-        # vLLM's own route: re-creates kernel layouts (experts) and keeps the addresses that CUDA graphs hold.
-        model_runner.reload_weights(weights_iterator=weights)
-        return
+    if model_runner.device.type == "cpu":
+        return lambda: _write(model_runner.get_model(), weights)
+    # vLLM's own route: re-creates kernel layouts (experts) and keeps the addresses that CUDA graphs hold.
+    return lambda: model_runner.reload_weights(weights_iterator=weights)
+
+
+@torch.no_grad()
+def _write(model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
     with cpu_shims.unpacked_experts(model):
         written = model.load_weights(weights)
     missed = {name for name, _ in model.named_parameters()} - (written or set())

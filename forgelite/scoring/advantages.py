@@ -1,9 +1,20 @@
-"""From the rewards of one group to its advantages. Pure functions of numbers; failed members are not among them."""
+"""From the rewards of one group to its advantages. Pure functions of numbers; failed members are not among them.
+
+reward ──(- kl_coefficient x divergence from the reference)──> baseline of the group ──> advantage
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+from forgelite.config import AdvantageConfig
+from forgelite.config.functions import load_function
+from forgelite.types import Trajectory
+
+Advantages = Callable[[Sequence[float]], Sequence[float]]
+"""From the rewards of a group to the advantages of its members, in the same order."""
 
 
 def group_normalised(rewards: Sequence[float], eps: float = 1e-4) -> list[float]:
@@ -19,11 +30,24 @@ def group_normalised(rewards: Sequence[float], eps: float = 1e-4) -> list[float]
     return [c / (std + eps) for c in centred]
 
 
-def group_centred(rewards: Sequence[float], eps: float = 0.0) -> list[float]:
-    """`r - mean`, as in Dr.GRPO (Liu et al., 2025). `eps` has no effect here."""
-    del eps
+def group_centred(rewards: Sequence[float]) -> list[float]:
+    """`r - mean`, as in Dr.GRPO (Liu et al., 2025)."""
     mean = math.fsum(rewards) / len(rewards)
     return [r - mean for r in rewards]
+
+
+def leave_one_out(rewards: Sequence[float]) -> list[float]:
+    """`r - mean of the others`, which is `n / (n - 1) (r - mean)`: RLOO (Kool et al., 2019; arXiv:2402.14740).
+
+    A group of one has no others and gets zero.
+    """
+    n = len(rewards)
+    return [n / (n - 1) * c for c in group_centred(rewards)] if n > 1 else [0.0]
+
+
+def reward_itself(rewards: Sequence[float]) -> list[float]:
+    """`r`: no baseline in the group. REINFORCE++ whitens over the batch instead (`loss.whiten_advantages`)."""
+    return list(rewards)
 
 
 def has_no_variance(rewards: Sequence[float]) -> bool:
@@ -31,4 +55,62 @@ def has_no_variance(rewards: Sequence[float]) -> bool:
     return all(r == rewards[0] for r in rewards)
 
 
-ADVANTAGES = {"group_normalised": group_normalised, "group_centred": group_centred}
+def make_advantages(config: AdvantageConfig) -> Advantages:
+    """The function of `config`, its options bound.
+
+    Raises:
+        ConfigError: a function of the user's cannot be imported, or does not take the arguments given.
+    """
+    if config.name == "group_normalised":
+        return partial(group_normalised, eps=config.eps)
+    if config.name == "custom":
+        return partial(load_function(config.path or "", config.arguments, "advantage"), **config.arguments)
+    return _PLAIN[config.name]
+
+
+def penalised_rewards(trajectories: Sequence[Trajectory], config: AdvantageConfig) -> list[float]:
+    """`r - kl_coefficient sum_t k(x_t)` for each trajectory, `x` its log-ratio of behaviour to reference.
+
+    The tokens come from the behaviour policy, so that k1 (`x`) and k3 (`exp(-x) - 1 + x`) are unbiased estimates of
+    KL(behaviour || reference), and an importance ratio would be 1; k2 is `x^2 / 2`.
+
+    Args:
+        trajectories: scored, with reference log-probabilities where `kl_coefficient` is above 0.
+        config: `advantage.*`.
+    """
+    rewards = [_reward(t) for t in trajectories]
+    if config.kl_coefficient == 0:
+        return rewards
+    estimate = _DIVERGENCES[config.kl_estimator]
+    return [
+        reward - config.kl_coefficient * math.fsum(map(estimate, _log_ratios(trajectory)))
+        for reward, trajectory in zip(rewards, trajectories, strict=True)
+    ]
+
+
+def _reward(trajectory: Trajectory) -> float:
+    if trajectory.score is None:
+        raise ValueError(f"trajectory {trajectory.trajectory_id} has no score, hence no advantage")
+    return trajectory.score.reward
+
+
+def _log_ratios(trajectory: Trajectory) -> list[float]:
+    if trajectory.reference_logprobs is None:
+        raise ValueError(
+            f"advantage.kl_coefficient needs reference logprobs, and trajectory {trajectory.trajectory_id} has none"
+        )
+    columns = zip(trajectory.loss_mask, trajectory.logprobs, trajectory.reference_logprobs, strict=True)
+    return [logprob - reference for trained, logprob, reference in columns if trained]
+
+
+def _k3(x: float) -> float:
+    held = max(-10.0, min(10.0, x))  # as in the loss: exp of more says only "very different"
+    return math.expm1(-held) + held
+
+
+_PLAIN: Mapping[str, Advantages] = {
+    "group_centred": group_centred,
+    "leave_one_out": leave_one_out,
+    "reward": reward_itself,
+}
+_DIVERGENCES: Mapping[str, Callable[[float], float]] = {"k1": lambda x: x, "k2": lambda x: x * x / 2, "k3": _k3}

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from forgelite.config import AdvantageConfig
-from forgelite.scoring.advantages import ADVANTAGES, has_no_variance
+from forgelite.scoring.advantages import has_no_variance, make_advantages, penalised_rewards
 from forgelite.scoring.reward import RewardSample
 from forgelite.types import Failure, Group, Prompt, Score, Trajectory
 
@@ -77,17 +77,17 @@ async def score_group(
                 kept.append(trajectory)
     if not kept:
         return scored
-    rewards = [t.score.reward for t in kept]
     if scored.failed and drop_group_on_failure:
         reason = "group_failed"
-    elif filter_zero_variance and has_no_variance(rewards):
+    elif filter_zero_variance and has_no_variance([t.score.reward for t in kept]):
         reason = "zero_variance"
     else:
-        for trajectory, value in zip(kept, ADVANTAGES[advantage.name](rewards, advantage.eps), strict=True):
-            trajectory.advantage = value
         if reference is not None:
             for trajectory, logprobs in zip(kept, await reference(kept), strict=True):
                 trajectory.reference_logprobs = logprobs
+        values = make_advantages(advantage)(penalised_rewards(kept, advantage))
+        for trajectory, value in zip(kept, values, strict=True):
+            trajectory.advantage = value
         return scored
     scored.filtered = dict.fromkeys((t.trajectory_id for t in kept), reason)
     scored.group.trajectories = []

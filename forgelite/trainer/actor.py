@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,7 +17,9 @@ from forgelite.types import StepResult
 if TYPE_CHECKING:
     from forgelite.trainer.trainer import Trainer
     from forgelite.weights.manifest import Manifest
-    from forgelite.weights.store import WeightStore
+    from forgelite.weights.opening import Store
+    from forgelite.weights.sharded_store import ShardedStore
+    from forgelite.weights.sharding import Exchange
 
 T = TypeVar("T")
 
@@ -26,7 +29,7 @@ class TrainerSetup:
     """All that the trainer's processes are told.
 
     Example: `TrainerSetup(model=config.model, trainer=config.trainer, loss=config.loss, steps=40, seed=0,
-    temperature=1.0, open_store=partial(open_store, config.weights, run_id))`.
+    temperature=1.0, open_store=partial(open_store, settings))`.
     """
 
     model: ModelConfig
@@ -35,8 +38,8 @@ class TrainerSetup:
     steps: int  # optimizer steps of the run
     seed: int
     temperature: float  # at which the policy samples
-    open_store: Callable[[], WeightStore] | None = None  # called in the first process; None: no store
-    transfer_dtype: str | None = None  # torch's name of the type to publish in; None: as held
+    open_store: Callable[[], Store] | None = None  # called in the first process; None: no store
+    open_shards: Callable[[int, Exchange], ShardedStore] | None = None  # in every process, instead of a store
     processes: int = 1
     master_addr: str = "127.0.0.1"  # where several processes meet
     master_port: int = 29500
@@ -46,8 +49,11 @@ class TrainerActor(Actor):
     """Trains, publishes and saves. With several processes every endpoint is called on all of them.
 
     Calls are answered one after the other, in the order in which they arrive, by one thread: weights do not
-    change while they are published or saved, and the collectives of all processes come in the same order. The
-    endpoints are concurrent so that `version` and `close` need not wait behind them.
+    change while they are saved, and the collectives of all processes come in the same order. The endpoints are
+    concurrent so that `version` and `close` need not wait behind them.
+
+    Only the copy of a publication runs beside the next call: a training step waits for it before it changes the
+    weights, not before its forward and backward passes.
     """
 
     def __init__(self) -> None:
@@ -55,8 +61,11 @@ class TrainerActor(Actor):
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
         self._turn = asyncio.Lock()
         self._trainer: Trainer | None = None
-        self._store: WeightStore | None = None
-        self._transfer_dtype: str | None = None
+        self._store: Store | None = None
+        self._shards: ShardedStore | None = None
+        self._copying: asyncio.Future[Manifest] | None = None
+        self._copied = threading.Event()  # nobody reads the weights but the trainer's own thread
+        self._copied.set()
         self._announcing: asyncio.Task[None] | None = None
 
     @concurrent_endpoint
@@ -68,8 +77,11 @@ class TrainerActor(Actor):
         """
         async with self._turn:
             self._trainer = await self._blocking(_build, setup, self._rank)
-            self._transfer_dtype = setup.transfer_dtype
-            if setup.open_store is not None and self._trainer.is_first_rank:
+            if setup.open_shards is not None:
+                from forgelite.trainer.ranks import exchange
+
+                self._shards = setup.open_shards(self._rank, exchange)
+            elif setup.open_store is not None and self._trainer.is_first_rank:
                 self._store = setup.open_store()
             return self._trainer.version
 
@@ -83,7 +95,9 @@ class TrainerActor(Actor):
         from forgelite.wire import decode_batch
 
         async with self._turn:
-            return await self._blocking(lambda: self._ready().train_step(decode_batch(encoded_batch)))
+            return await self._blocking(
+                lambda: self._ready().train_step(decode_batch(encoded_batch), before_change=self._wait_until_copied)
+            )
 
     @concurrent_endpoint
     async def evaluate(self, encoded_batch: bytes) -> float:
@@ -97,6 +111,9 @@ class TrainerActor(Actor):
     async def publish(self) -> Manifest | None:
         """Write the weights into the store under the trainer's version. The first process gets the manifest.
 
+        With a sharded store every process writes what it holds before the next call is answered. Otherwise the first
+        one gathers, and the next call is answered as soon as the tensors are known; their copy goes on beside it.
+
         With the manifest the version can be read at once. The directory, which only late readers ask, learns of it
         while the policy already takes it; if that fails, the next `publish` or `close` raises it.
 
@@ -104,17 +121,22 @@ class TrainerActor(Actor):
             WeightError: the version was not published, or the one before not announced; what was published
                 before is whole.
         """
+        if self._shards is not None:
+            return await self._publish_shards(self._shards)
         async with self._turn:
             trainer, store = self._ready(), self._store
             if store is None and trainer.is_first_rank:
                 raise RuntimeError("the trainer was set up without open_store: it has nowhere to publish")
-            tensors = await self._blocking(_drawn, trainer, store is not None, self._transfer_dtype)
+            tensors = await self._blocking(_drawn, trainer, store is not None)
             if store is None:
                 return None
-            await self._announced()
-            manifest = await store.commit(trainer.version, tensors)
-            self._announcing = asyncio.ensure_future(store.announce(manifest))
-            return manifest
+            await self._settled()
+            self._copied.clear()
+            self._copying = copying = asyncio.ensure_future(store.commit(trainer.version, tensors))
+            copying.add_done_callback(lambda _: self._copied.set())
+        manifest = await asyncio.shield(copying)
+        self._announcing = asyncio.ensure_future(store.announce(manifest))
+        return manifest
 
     @concurrent_endpoint
     async def version(self) -> int:
@@ -135,6 +157,7 @@ class TrainerActor(Actor):
             FileNotFoundError: there is none.
         """
         async with self._turn:
+            await self._settled()
             await self._blocking(self._ready().load, folder)
             return self._ready().version
 
@@ -147,10 +170,11 @@ class TrainerActor(Actor):
     @concurrent_endpoint
     async def close(self) -> None:
         """Close the store and leave the process group. May be called twice."""
-        store, self._store = self._store, None
+        store, self._store = self._store or self._shards, None
+        self._shards = None
         trainer, self._trainer = self._trainer, None
         try:
-            await self._announced()
+            await self._settled()
         finally:
             if store is not None:
                 store.close()
@@ -158,15 +182,32 @@ class TrainerActor(Actor):
                 await self._blocking(trainer.close)
             self._thread.shutdown(wait=False)
 
+    async def _publish_shards(self, shards: ShardedStore) -> Manifest | None:
+        async with self._turn:
+            trainer = self._ready()
+            await self._settled()
+            manifest = await self._blocking(_write_shards, trainer, shards)
+            if not trainer.is_first_rank:
+                return None
+            self._announcing = asyncio.ensure_future(shards.announce(manifest))
+            return manifest
+
     def _ready(self) -> Trainer:
         if self._trainer is None:
             raise RuntimeError("the trainer is not set up, or closed")
         return self._trainer
 
-    async def _announced(self) -> None:
+    async def _settled(self) -> None:
+        """Wait until the last publication is copied and announced; raises what the announcement raised."""
+        copying, self._copying = self._copying, None
+        if copying is not None:
+            await asyncio.wait([copying])  # its error went to who asked for it
         announcing, self._announcing = self._announcing, None
         if announcing is not None:
             await announcing
+
+    def _wait_until_copied(self) -> None:
+        self._copied.wait()  # ends with the copy, whose own waits have deadlines
 
     async def _blocking(self, work: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
@@ -194,13 +235,10 @@ def _build(setup: TrainerSetup, rank: int) -> Trainer:
     )
 
 
-def _drawn(trainer: Trainer, keep: bool, transfer_dtype: str | None) -> dict[str, Any]:
-    import torch
+def _write_shards(trainer: Trainer, shards: ShardedStore) -> Manifest:
+    return shards.commit(trainer.version, trainer.describe_hf(), trainer.export_shards)
 
-    dtype = getattr(torch, transfer_dtype) if transfer_dtype is not None else None
-    tensors = {}
+
+def _drawn(trainer: Trainer, keep: bool) -> dict[str, Any]:
     # Gathering a tensor takes all processes, so all of them draw; only the one with the store keeps any.
-    for name, tensor in trainer.export_hf():
-        if keep:
-            tensors[name] = tensor if dtype is None else tensor.to(dtype)
-    return tensors
+    return {name: tensor for name, tensor in trainer.export_hf() if keep}

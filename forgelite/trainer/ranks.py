@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,6 +44,13 @@ class Share:
 
 
 ALONE = Share(index=0, count=1, group=None)
+
+
+def exchange(value: Any) -> list[Any]:
+    """Say something to all ranks; give what every rank said, by rank. A collective."""
+    heard: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(heard, value)
+    return heard
 
 
 def total(share: Share, sums: dict[str, torch.Tensor], maxima: dict[str, torch.Tensor]) -> dict[str, float]:

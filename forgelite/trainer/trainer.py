@@ -1,6 +1,6 @@
 """The trainer without actors: one optimizer step after the other, each of them a version.
 
-batch -> microbatches of rows -> log-probabilities -> loss share -> backward
+batch -> [whiten] -> microbatches of rows -> log-probabilities -> loss share -> backward
       -> totals over ranks -> gradient norm -> [finite?] -> AdamW -> schedule -> version + 1
 """
 
@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from forgelite.config.loss import LossConfig
+from forgelite.config.policy_loss import PolicyLossConfig
 from forgelite.config.trainer import TrainerConfig
 from forgelite.errors import ConfigError, TrainingDiverged
-from forgelite.losses import LOSSES, LossInputs, cross_entropy_loss
+from forgelite.losses import BatchSize, LossInputs, cross_entropy_loss, make_loss, whitened
 from forgelite.model.device import prepare_torchtitan
 from forgelite.model.rows import microbatches
 from forgelite.trainer.metrics import step_metrics
 from forgelite.trainer.ranks import Rank, total
 from forgelite.types import StepResult, TrainingBatch
+from forgelite.weights.manifest import TensorInfo, describe
 
 if TYPE_CHECKING:
     from forgelite.config.schema import ModelConfig
@@ -47,10 +50,12 @@ class Trainer:
     ) -> None:
         self._parts = parts
         self._config = config
-        self._loss = loss
+        self._loss = make_loss(loss)
+        self._whiten_advantages = isinstance(loss, PolicyLossConfig) and loss.whiten_advantages
         self._rank = rank
         self._temperature = temperature
         self._version = 0
+        self._described: tuple[TensorInfo, ...] | None = None
 
     @classmethod
     def build(
@@ -76,7 +81,8 @@ class Trainer:
             rank: This process among several; None: it is the only one.
 
         Raises:
-            ConfigError: something that was asked for is not supported or does not fit.
+            ConfigError: something that was asked for is not supported or does not fit, or a loss of the user's cannot
+                be imported.
         """
         device = prepare_torchtitan()
         # Imports torchtitan, which reads its device at that moment.
@@ -95,11 +101,13 @@ class Trainer:
         """Whether this process is the one that writes."""
         return self._rank is None or self._rank.rank == 0
 
-    def train_step(self, batch: TrainingBatch) -> StepResult:
+    def train_step(self, batch: TrainingBatch, *, before_change: Callable[[], None] = lambda: None) -> StepResult:
         """One optimizer step on a batch.
 
         Args:
             batch: Packed rows on the CPU, the whole batch on every rank.
+            before_change: Called when the gradients are known, right before the weights change: whoever still reads
+                the weights can hold the step back here.
 
         Raises:
             ValueError: the batch has no trained token, or rows longer than `trainer.training.seq_len`.
@@ -109,14 +117,16 @@ class Trainer:
         """
         started = time.perf_counter()
         parts = self._parts
-        tokens = self._check(batch)
+        size = self._check(batch)
+        if self._whiten_advantages:  # every rank has the whole batch, so all find the same mean and deviation
+            batch = replace(batch, advantages=whitened(batch.advantages, batch.loss_mask))
         if parts.last_step is not None and self._version >= parts.last_step:
             raise ConfigError(
                 f"the learning-rate schedule ended at step {parts.last_step}: raise "
                 f"trainer.lr_scheduler.total_steps (or loop.steps)"
             )
         try:
-            totals = self._accumulate(batch, LOSSES[self._loss.name], tokens, with_gradient=True)
+            totals = self._accumulate(batch, self._loss, size, with_gradient=True)
             norm = parts.clip_gradients(self._config.training.max_norm)
             if not (math.isfinite(norm) and math.isfinite(totals["sum/loss"])):
                 raise TrainingDiverged(
@@ -124,12 +134,13 @@ class Trainer:
                     f"the weights are still those of version {self._version}"
                 )
             rate = parts.schedulers.schedulers[0].get_last_lr()[0]
+            before_change()
             parts.optimizers.step()
         finally:
             parts.optimizers.zero_grad()  # a step that failed half-way must not add to the next one
         parts.schedulers.step()
         self._version += 1
-        metrics = step_metrics(totals, tokens) | {
+        metrics = step_metrics(totals, size.tokens) | {
             "loss/grad_norm": norm,
             "trainer/lr": rate,
             "time/train_s": time.perf_counter() - started,
@@ -142,9 +153,9 @@ class Trainer:
         Raises:
             ValueError: as for `train_step`.
         """
-        tokens = self._check(batch)
+        size = self._check(batch)
         with torch.no_grad():
-            return self._accumulate(batch, cross_entropy_loss, tokens, with_gradient=False)["sum/loss"]
+            return self._accumulate(batch, cross_entropy_loss, size, with_gradient=False)["sum/loss"]
 
     def export_hf(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The weights by Hugging Face name, one whole tensor at a time.
@@ -155,6 +166,23 @@ class Trainer:
         from forgelite.model.hf import export_hf
 
         return export_hf(self._parts.model, self._parts.definition.spec)
+
+    def export_shards(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The weights by Hugging Face name, of each tensor the part that this process holds.
+
+        Every rank draws to the end. The tensors may share memory with the model.
+        """
+        from forgelite.model.hf import export_hf_shards
+
+        return export_hf_shards(self._parts.model, self._parts.definition.spec)
+
+    def describe_hf(self) -> tuple[TensorInfo, ...]:
+        """Names, whole shapes and dtypes of what `export_hf` and `export_shards` give. A collective, the first time."""
+        if self._described is None:
+            from forgelite.model.hf import describe_hf
+
+            self._described = describe(describe_hf(self._parts.model, self._parts.definition.spec))
+        return self._described
 
     def save_hf(self, folder: str | Path) -> None:
         """Write a Hugging Face folder: weights, config.json, and the tokenizer of the starting model."""
@@ -188,21 +216,22 @@ class Trainer:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
 
-    def _check(self, batch: TrainingBatch) -> int:
+    def _check(self, batch: TrainingBatch) -> BatchSize:
         length, limit = batch.token_ids.shape[1], self._config.training.seq_len
         if length > limit:
             raise ValueError(f"the batch has rows of {length} tokens, trainer.training.seq_len={limit}")
-        tokens = batch.trained_tokens
-        if tokens == 0:
+        if batch.trained_tokens == 0:
             raise ValueError("the batch has no trained token: there is nothing to learn from it")
-        return tokens
+        return BatchSize.of(batch.loss_mask, batch.sequence_ids)
 
-    def _accumulate(self, batch: TrainingBatch, loss: Loss, tokens: int, *, with_gradient: bool) -> dict[str, float]:
+    def _accumulate(
+        self, batch: TrainingBatch, loss: Loss, size: BatchSize, *, with_gradient: bool
+    ) -> dict[str, float]:
         sums: dict[str, torch.Tensor] = {}
         maxima: dict[str, torch.Tensor] = {}
         share, rows = self._parts.share, self._config.training.local_batch_size
         for part in microbatches(batch, rows, index=share.index, count=share.count):
-            output = self._loss_share(part, loss, tokens)
+            output = self._loss_share(part, loss, size)
             if with_gradient:
                 output.loss.backward()
             for name, value in {"loss": output.loss.detach(), **output.sums}.items():
@@ -211,7 +240,7 @@ class Trainer:
                 maxima[name] = torch.maximum(maxima[name], value) if name in maxima else value
         return total(share, sums, maxima)
 
-    def _loss_share(self, part: TrainingBatch, loss: Loss, tokens: int) -> LossOutput:
+    def _loss_share(self, part: TrainingBatch, loss: Loss, size: BatchSize) -> LossOutput:
         device = self._parts.device
         scores = self._parts.score(part, self._temperature)
         reference = part.reference_logprobs
@@ -223,8 +252,11 @@ class Trainer:
             mask=part.loss_mask.to(device),
             versions=part.versions.to(device),
             sequence_ids=part.sequence_ids.to(device),
+            # A batch is one optimizer step, so the policy at its beginning is the one of this very forward pass:
+            # another pass before the step would give the same numbers again.
+            proximal_logprobs=scores.logprobs.detach(),
             reference_logprobs=None if reference is None else reference.to(device),
         )
-        output = loss(inputs, self._loss, denominator=tokens, trainer_version=self._version)
+        output = loss(inputs, size=size, trainer_version=self._version)
         output.sums["entropy"] = scores.entropy.sum()
         return output

@@ -5,6 +5,7 @@
 The header is an array of 64-bit words in native order:
 
     0 magic    1 format    2 slots    3 bytes of a slot    4 bytes of the index    5 fingerprinted (0 or 1)
+    6 retained: so many of the newest versions are never overwritten
     16 + 8 s   begin of slot s: the version whose writing was begun
     17 + 8 s   end of slot s: the version whose writing was finished
     18 + 8 s   fingerprint of slot s
@@ -13,18 +14,20 @@ A slot holds version v exactly while begin == end == v. Storing `end` is the com
 A publisher that dies in the middle leaves begin != end behind, and no reader takes that slot.
 
 The index names each tensor once; tied tensors have the same offset. Slots and tensors are aligned, so that
-every dtype can be viewed in place.
+every dtype can be viewed in place; tensors that an engine fuses follow one another without a gap
+(`fused_order`). Bytes that belong to no tensor stay zero.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from forgelite.errors import WeightError, WeightMismatch
+from forgelite.weights.fused_order import padded_rows, side_by_side
 from forgelite.weights.manifest import TensorInfo, describe, memory_of
 
 PAGE = 4096
@@ -33,7 +36,7 @@ NO_VERSION = 2**64 - 1  # of a slot that was never written
 
 _ALIGNMENT = 64  # a cache line, and a multiple of the size of every dtype
 _MAGIC = int.from_bytes(b"forgelit", "little")
-_FORMAT = 1
+_FORMAT = 2
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -57,13 +60,15 @@ class Entry:
 class ArenaLayout:
     """The division of a segment.
 
-    Example: `ArenaLayout(entries=(entry,), slots=3, slot_bytes=4096, slots_start=8192, fingerprinted=True)`.
+    Example: `ArenaLayout(entries=(entry,), slots=3, slot_bytes=4096, slots_start=8192, retained=2,
+    fingerprinted=True)`.
     """
 
     entries: tuple[Entry, ...]  # in the publisher's order
     slots: int
     slot_bytes: int  # a multiple of the page size
     slots_start: int  # bytes from the start of the segment, a multiple of the page size
+    retained: int  # newest versions that stay whole while the next one is written
     fingerprinted: bool
 
     @property
@@ -84,39 +89,68 @@ class ArenaLayout:
         return self.slots_start + slot * self.slot_bytes
 
 
-def plan(tensors: Mapping[str, torch.Tensor], *, slots: int, fingerprinted: bool) -> ArenaLayout:
+def plan(
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    slots: int,
+    retained: int,
+    fingerprinted: bool,
+    transfer_dtype: torch.dtype | None = None,
+) -> ArenaLayout:
     """Lay `tensors` out for `slots` versions. Tensors that share all of their memory get one place.
 
     Args:
         tensors: name -> strided tensor of any device.
         slots: how many versions the segment holds, those being written included.
+        retained: how many of them are never overwritten; fewer than `slots`.
         fingerprinted: whether every version is written with its fingerprint.
+        transfer_dtype: what floating-point tensors of two bytes and more become; None: what they are.
 
     Raises:
-        ValueError: fewer than 2 or more than MAX_SLOTS slots.
+        ValueError: fewer than 2 or more than MAX_SLOTS slots, or `retained` does not fit.
         WeightMismatch: there are no tensors, or one is no plain strided one (distributed, sparse, quantised,
-        meta).
+            meta).
     """
     if not 2 <= slots <= MAX_SLOTS:
-        raise ValueError(f"a segment has 2 to {MAX_SLOTS} slots, not {slots}; weights.retain is one less")
+        raise ValueError(f"a segment has 2 to {MAX_SLOTS} slots, not {slots}; weights.retain is less than that")
+    if not 1 <= retained < slots:
+        raise ValueError(f"{slots} slots can retain 1 to {slots - 1} versions, not {retained}")
     if not tensors:
         raise WeightMismatch("there are no tensors to publish")
+    infos = {info.name: transferred(info, transfer_dtype) for info in describe(tensors)}
+    entries: dict[str, Entry] = {}
     places: dict[tuple[object, ...], int] = {}
-    entries = []
     end = 0
-    for info, tensor in zip(describe(tensors), tensors.values(), strict=True):
-        _check_plain(info.name, tensor)
-        offset = places.setdefault(memory_of(tensor), end)
-        entries.append(Entry(info=info, offset=offset, nbytes=tensor.nbytes))
-        if offset == end:
-            end = _round_up(end + tensor.nbytes, _ALIGNMENT)
+    for group in side_by_side(infos):
+        for name in group:
+            info, tensor = infos[name], tensors[name]
+            _check_plain(name, tensor)
+            itemsize = getattr(torch, info.dtype).itemsize
+            offset = places.setdefault(memory_of(tensor), end)
+            entries[name] = Entry(info=info, offset=offset, nbytes=tensor.numel() * itemsize)
+            if offset == end:
+                end += tensor.numel() * itemsize
+                if info.shape and info.shape[0]:
+                    row = tensor.numel() * itemsize // info.shape[0]
+                    end += row * (padded_rows(name, info.shape[0]) - info.shape[0])
+        end = _round_up(end, _ALIGNMENT)
+    in_order = tuple(entries[name] for name in tensors)
     return ArenaLayout(
-        entries=tuple(entries),
+        entries=in_order,
         slots=slots,
         slot_bytes=max(_round_up(end, PAGE), PAGE),
-        slots_start=PAGE + _round_up(len(_encode(entries)), PAGE),
+        slots_start=PAGE + _round_up(len(_encode(in_order)), PAGE),
+        retained=retained,
         fingerprinted=fingerprinted,
     )
+
+
+def transferred(info: TensorInfo, dtype: torch.dtype | None) -> TensorInfo:
+    """`info` as it travels: floating-point tensors of two bytes and more become `dtype`, unless that is None."""
+    held = getattr(torch, info.dtype)
+    if dtype is None or not held.is_floating_point or held.itemsize < 2:
+        return info
+    return replace(info, dtype=str(dtype).removeprefix("torch."))
 
 
 def write_header(layout: ArenaLayout, memory: memoryview) -> None:
@@ -124,7 +158,7 @@ def write_header(layout: ArenaLayout, memory: memoryview) -> None:
     index = _encode(layout.entries)
     memory[PAGE : PAGE + len(index)] = index
     header = words(memory)
-    fixed = (_MAGIC, _FORMAT, layout.slots, layout.slot_bytes, len(index), int(layout.fingerprinted))
+    fixed = (_MAGIC, _FORMAT, layout.slots, layout.slot_bytes, len(index), int(layout.fingerprinted), layout.retained)
     for position, value in enumerate(fixed):
         header[position] = value
     for slot in range(layout.slots):
@@ -148,6 +182,7 @@ def read_header(memory: memoryview, path: str) -> ArenaLayout:
         slots=header[2],
         slot_bytes=header[3],
         slots_start=PAGE + _round_up(index_bytes, PAGE),
+        retained=header[6],
         fingerprinted=bool(header[5]),
     )
     if len(memory) != layout.total_bytes:

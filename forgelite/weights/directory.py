@@ -7,14 +7,11 @@ names.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from forgelite.errors import DeadlineExceeded, VersionUnavailable, WeightError
+from forgelite.errors import VersionUnavailable
 from forgelite.weights.manifest import Manifest
-from forgelite.weights.torchstore_compat import load_torchstore
+from forgelite.weights.torchstore_client import TorchstoreClient, start_store, stop_store
 
 if TYPE_CHECKING:
     from monarch.actor import ProcMesh
@@ -47,9 +44,7 @@ class TorchstoreDirectory:
             name: of the store, as given to `start_directory`.
             deadline_s: for one operation, in seconds.
         """
-        self._name = name
-        self._deadline_s = deadline_s
-        self._torchstore: ModuleType = load_torchstore()
+        self._store = TorchstoreClient(name=name, deadline_s=deadline_s, purpose="weight directory")
 
     async def attach(self) -> None:
         """Find the store, so that the first publish or fetch need not.
@@ -57,14 +52,14 @@ class TorchstoreDirectory:
         Raises:
             WeightError: no store of this name was started.
         """
-        await self._within_deadline(self._torchstore.client(self._name), "attach")
+        await self._store.attach()
 
     async def put_manifest(self, version: int, manifest: Manifest) -> None:
         """Store the manifest under its own key, then move `latest`."""
         if version != manifest.version:
             raise ValueError(f"the manifest of version {manifest.version} was put as version {version}")
-        await self._put(_key(version), manifest)
-        await self._put(_LATEST, manifest)
+        await self._store.put(_key(version), manifest)
+        await self._store.put(_LATEST, manifest)
 
     async def get(self, version: int) -> Manifest:
         """The manifest of `version`.
@@ -86,35 +81,13 @@ class TorchstoreDirectory:
 
     async def drop(self, version: int) -> None:
         """Forget `version`; nothing happens when it is not known."""
-        key = _key(version)
-        call = self._torchstore.delete(key, store_name=self._name)
-        try:
-            await self._within_deadline(call, f"delete {key}")
-        except WeightError as error:
-            if not _is_absence(error):
-                raise
-
-    async def _put(self, key: str, manifest: Manifest) -> None:
-        await self._within_deadline(self._torchstore.put(key, manifest, self._name), f"put {key}")
+        await self._store.delete(_key(version))
 
     async def _get(self, key: str, absent: str) -> Manifest:
-        call = self._torchstore.get(key, store_name=self._name)
-        try:
-            return await self._within_deadline(call, f"get {key}")
-        except WeightError as error:
-            if _is_absence(error):
-                raise VersionUnavailable(absent) from error
-            raise
-
-    async def _within_deadline(self, call: Awaitable[Any], action: str) -> Any:
-        try:
-            return await asyncio.wait_for(call, self._deadline_s)
-        except TimeoutError as error:
-            raise DeadlineExceeded(
-                f"weight directory {self._name}: {action} had no answer within {self._deadline_s} s"
-            ) from error
-        except Exception as error:  # torchstore raises bare asserts, KeyErrors and Monarch's errors alike
-            raise WeightError(f"weight directory {self._name}: {action} failed: {error}") from error
+        manifest = await self._store.get(key)
+        if manifest is None:
+            raise VersionUnavailable(absent)
+        return manifest
 
 
 async def start_directory(procs: ProcMesh, *, name: str) -> TorchstoreDirectory:
@@ -130,21 +103,13 @@ async def start_directory(procs: ProcMesh, *, name: str) -> TorchstoreDirectory:
     Raises:
         ValueError: `procs` has more than one process.
     """
-    if procs.size() != 1:
-        raise ValueError(f"the weight directory lives in one process, not in the {procs.size()} of this mesh")
-    torchstore = load_torchstore()
-    await torchstore.initialize(mesh=procs, store_name=name)
+    await start_store(procs, name=name)
     return TorchstoreDirectory(name=name)
 
 
 async def stop_directory(name: str) -> None:
     """Empty the store of this name; operations on it fail from now on. Called in the root."""
-    await load_torchstore().shutdown(name)
-
-
-def _is_absence(error: WeightError) -> bool:
-    # torchstore turns a dead store, too, into a KeyError: only the text of its controller tells absence.
-    return "Unable to locate" in str(error.__cause__)
+    await stop_store(name)
 
 
 def _key(version: int) -> str:

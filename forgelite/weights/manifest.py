@@ -11,6 +11,8 @@ from forgelite.errors import WeightMismatch
 if TYPE_CHECKING:
     import torch
 
+Carrier = Literal["shm", "rdma", "torchstore", "filesystem"]
+
 _NAMES_SHOWN = 8
 
 
@@ -27,6 +29,22 @@ class TensorInfo:
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
+class StoredPiece:
+    """Where a rectangular part of one tensor lies.
+
+    Example: rows 4 to 7 of `w`: `StoredPiece(name="w", start=(4, 0), shape=(4, 16), host="b",
+    segment="/dev/shm/forgelite-toy-47-9c1d02ab.weights", offset=8192)`.
+    """
+
+    name: str  # of the tensor
+    start: tuple[int, ...]  # index of the first element in the whole tensor
+    shape: tuple[int, ...]
+    host: str
+    segment: str  # path of the shared-memory segment there
+    offset: int  # bytes from the start of the version's slot
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
 class Manifest:
     """One committed version of the weights: where it lies and what is in it.
 
@@ -36,11 +54,12 @@ class Manifest:
     """
 
     version: int  # completed optimizer steps of these weights
-    carrier: Literal["shm"]  # how the bytes travel
-    segment: str  # path of the shared-memory segment
+    carrier: Carrier  # how the bytes travel
+    segment: str  # where they lie: path of a shared-memory segment or of a folder, or key in torchstore
     tensors: tuple[TensorInfo, ...]  # in the publisher's order
     nbytes: int  # bytes of payload; tied tensors count once
     fingerprint: str | None  # 16 hexadecimal digits, see fingerprint.py; None: switched off by the publisher
+    pieces: tuple[StoredPiece, ...] = ()  # for readers on other hosts; empty: only this host can read it
 
     def __post_init__(self) -> None:
         if self.version < 0:

@@ -1,7 +1,8 @@
 """The versioned weight store: what the trainer publishes and the policy fetches.
 
-    publish   arena: copy, fingerprint, commit -> directory: manifest, then latest, then drop the overwritten
-    fetch     is it in the attached segment? else ask the directory and attach -> lease -> check, copy, verify
+    publish   arena: copy and fingerprint, commit -> directory: manifest, then latest, then drop the overwritten
+    fetch     is it in the attached segment? else ask the directory and attach -> lease -> check, copy and verify
+    lease     the same, without the copy: for whoever reads the version in place
 
 A version exists from its commit in the arena on. The directory only tells processes that are not attached
 where it lies; it may lag behind and never runs ahead.
@@ -18,10 +19,12 @@ from pathlib import Path
 import torch
 
 from forgelite.errors import VersionUnavailable, WeightError, WeightMismatch
+from forgelite.weights.announcing import Announcements
 from forgelite.weights.arena import ArenaReader, ArenaWriter
 from forgelite.weights.directory import Directory
 from forgelite.weights.fingerprint import fingerprint_of
 from forgelite.weights.manifest import Manifest
+from forgelite.weights.reading import read_into
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -47,28 +50,36 @@ class WeightStore:
         folder: Path = SHARED_MEMORY,
         timeout_s: float = 120.0,
         fingerprint: bool = True,
+        served_in_place: int = 0,
+        transfer_dtype: torch.dtype | None = None,
+        copy_threads: int = 2,
     ) -> None:
         """
         Args:
             directory: where manifests are found.
             run_id: becomes part of file names: letters, digits, `.`, `_` and `-`.
             retain: the last `retain` versions stay whole while the next one is written. The memory needed is
-                `retain + 1` times the weights.
+                `retain + 1 + served_in_place` times the weights.
             folder: a folder on a memory file system that all processes of this host see.
             timeout_s: how long a publisher waits for readers of the version it must overwrite, in seconds.
             fingerprint: a publisher computes the fingerprint of what it wrote, a reader that of what it read,
                 and compares. Both ends must agree.
+            served_in_place: readers that keep a lease for as long as they serve a version.
+            transfer_dtype: a publisher converts floating-point tensors to it while it copies; None: as they are.
+            copy_threads: that share a copy of more than a few megabytes.
         """
         self._directory = directory
         self._run_id = run_id
         self._folder = folder
         self._timeout_s = timeout_s
         self._fingerprint = fingerprint
+        self._served_in_place = served_in_place
+        self._transfer_dtype = transfer_dtype
+        self._copy_threads = copy_threads
         self._writer: ArenaWriter | None = None
         self._reader: ArenaReader | None = None
-        self._announced: list[int] = []  # what the directory knows of this publisher, oldest first
+        self._announcements = Announcements(directory)
         self._writing = threading.Lock()  # not asyncio's: the thread of a cancelled call goes on
-        self._announcing = asyncio.Lock()
         self._attaching = asyncio.Lock()
         self._closed = False
         self._retain = 0
@@ -103,17 +114,9 @@ class WeightStore:
 
         It may run while readers already swap. Its error is the caller's to await.
         """
-        async with self._announcing:
-            if self._writer is None or manifest.segment != str(self._writer.path):
-                raise WeightError(f"version {manifest.version} was not committed by this store")
-            if self._announced and manifest.version <= self._announced[-1]:
-                raise WeightError(f"cannot announce version {manifest.version} after version {self._announced[-1]}")
-            await self._directory.put_manifest(manifest.version, manifest)
-            self._announced.append(manifest.version)
-            whole = self._writer.versions()
-            for version in [known for known in self._announced if known not in whole]:
-                await self._directory.drop(version)
-                self._announced.remove(version)
+        if self._writer is None or manifest.segment != str(self._writer.path):
+            raise WeightError(f"version {manifest.version} was not committed by this store")
+        await self._announcements.announce(manifest, self._writer.versions())
 
     async def latest(self) -> Manifest:
         """The newest announced version.
@@ -146,7 +149,7 @@ class WeightStore:
         """Exactly `version`, in place and without a copy.
 
         The publisher waits for the end of the block before it overwrites the version, so keep it short, or
-        let `retain` cover its duration.
+        have a slot set aside for it (`served_in_place`).
 
         Args:
             version: its number, or its manifest, which saves the way to the directory.
@@ -199,8 +202,11 @@ class WeightStore:
                     tensors,
                     folder=self._folder,
                     run_id=self._run_id,
-                    slots=self._retain + 1,
+                    slots=self._retain + 1 + self._served_in_place,
+                    retained=self._retain,
                     fingerprinted=self._fingerprint,
+                    transfer_dtype=self._transfer_dtype,
+                    copy_threads=self._copy_threads,
                 )
         return self._writer.write(version, tensors, timeout_s=self._timeout_s)
 
@@ -237,9 +243,9 @@ class WeightStore:
         with reader.lease(_number(version)) as (found, views):
             self._check_publication(version, found)
             found.check_against(into)
-            _copy(views, into)
-        if self._fingerprint:
-            self._check_fingerprint(found, fingerprint_of(into))
+            read = read_into(into, views, digested=self._fingerprint, threads=self._copy_threads)
+        if read is not None:
+            self._check_fingerprint(found, read)
         return found
 
     def _check_publication(self, asked: int | Manifest, found: Manifest) -> None:
@@ -259,12 +265,6 @@ class WeightStore:
             raise WeightMismatch(
                 f"version {found.version}: the publisher wrote {found.fingerprint}, and {read} was read"
             )
-
-
-@torch.inference_mode()  # `into` may hold parameters that need gradients, or tensors made in inference mode
-def _copy(views: Mapping[str, torch.Tensor], into: Mapping[str, torch.Tensor]) -> None:
-    for name, view in views.items():
-        into[name].copy_(view)
 
 
 def _number(version: int | Manifest) -> int:

@@ -31,6 +31,8 @@ def expect_refusal(arguments: list[str], *words: str) -> None:
         ("data.train=nowhere.jsonl", ["data.train", "nowhere.jsonl"]),
         ("data.train_args.count=0", ["data.train", "no rows"]),
         ("reward.functions.0.path=no.such:thing", ["reward.functions.0.path", "no"]),
+        ("loss={name: custom, path: 'no.such:thing', uses_ratio: true}", ["loss.path", "no.such"]),
+        ("loss={name: reinforce}", ["loop.depth=1", "loss.name=reinforce", "loss.corrections"]),
     ],
 )
 def test_a_wrong_configuration_is_refused_with_exit_code_2_before_any_actor_starts(toy_base, tmp_path, override, words):

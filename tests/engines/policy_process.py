@@ -12,7 +12,7 @@ from contextlib import contextmanager, nullcontext
 from multiprocessing import get_context
 from multiprocessing.managers import BaseManager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformers
@@ -106,14 +106,22 @@ _SHIMS = {name: getattr(cpu_shims, name) for name in _WITHOUT}
 class EngineHost:
     """Lives in the child process. Builds an engine and forwards to its loop."""
 
-    def build(self, model_path: Path, engine: Mapping[str, Any], *, seed: int = 0, without: str | None = None) -> Any:
+    def build(
+        self,
+        model_path: Path,
+        engine: Mapping[str, Any],
+        *,
+        seed: int = 0,
+        without: str | None = None,
+        swap: Literal["copy", "zero_copy"] = "copy",
+    ) -> Any:
         """Build an engine and start its loop, `without` one of the CPU shims."""
         from forgelite.policy.engine import build_engine
         from forgelite.policy.engine_loop import EngineLoop
 
         for name, shim in _SHIMS.items():
             setattr(cpu_shims, name, _WITHOUT[name] if name == without else shim)
-        built = build_engine(model_path, engine=engine, seed=seed)
+        built = build_engine(model_path, engine=engine, seed=seed, swap=swap)
         self._loop = EngineLoop(built, seed=seed)
         return built.capabilities
 

@@ -37,6 +37,7 @@ from tests.unit.weights_memory import MemoryDirectory
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
 
+SLOT_FREE_S = 5.0  # far more than a policy needs to give a lease back
 MARK = "FORGELITE_TEST_POLICY"  # in the environment of the policy process, to find it by
 
 
@@ -77,12 +78,14 @@ async def policy(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Runn
     async with Fleet(stop_timeout_s=15.0) as fleet:
         station = fleet.spawn("policy", PolicyActor, environment=environment, expendable=True)
         open_reader = partial(WeightStore, directory=MemoryDirectory(), run_id=run_id)
-        setup = station.actor.setup.call_one(str(checkpoints / "1"), ENGINE, 0, 0, open_reader)
+        setup = station.actor.setup.call_one(str(checkpoints / "1"), ENGINE, 0, 0, open_reader, "zero_copy")
         capabilities = await station.call(setup, 120.0, "setup")
         assert capabilities["vocab_size"] == VOCABULARY
         assert (capabilities["dtype"], capabilities["attention_backend"]) == ("float32", "CPU_ATTN")
         client = PolicyClient(ActorCalls(station.actor, station.answer))
-        store = WeightStore(directory=MemoryDirectory(), run_id=run_id)
+        store = WeightStore(
+            directory=MemoryDirectory(), run_id=run_id, retain=1, served_in_place=1, timeout_s=SLOT_FREE_S
+        )
         yield Running(station=station, client=client, store=store, checkpoints=checkpoints)
         await client.close()
         store.close()
@@ -111,6 +114,28 @@ async def test_a_published_version_is_read_served_and_stamped(policy: Running) -
     assert report.version == await policy.client.version() == 3
     assert [span.version for span in completion.spans] == [3]
     expected = reference_logprobs(policy.checkpoints / "2", completion)
+    assert furthest(completion.logprobs, expected) < TOLERANCE
+
+
+async def test_a_version_stays_whole_for_as_long_as_it_is_served_in_place(policy: Running) -> None:
+    served = await policy.client.version()
+    for version in range(served + 1, served + 6):  # far more than the segment has slots
+        await policy.store.publish(version, read_checkpoint(policy.checkpoints / "1"))
+
+    completion = await policy.client.generate([4, 5], SamplingParams(max_tokens=16), "still served")
+    assert [span.version for span in completion.spans] == [served]
+    expected = reference_logprobs(policy.checkpoints / "2", completion)
+    assert furthest(completion.logprobs, expected) < TOLERANCE
+
+
+async def test_a_version_that_was_replaced_gives_its_slot_back(policy: Running) -> None:
+    before = await policy.client.version()
+    for version in range(before + 6, before + 12):
+        manifest = await policy.store.publish(version, read_checkpoint(policy.checkpoints / "1"))
+        await policy.client.update_weights(version, manifest)
+
+    completion = await policy.client.generate([4, 5], SamplingParams(max_tokens=16), "newest")
+    expected = reference_logprobs(policy.checkpoints / "1", completion)
     assert furthest(completion.logprobs, expected) < TOLERANCE
 
 

@@ -30,7 +30,13 @@ SECONDS = 120
 
 
 @pytest.fixture(scope="module")
-def actors(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]]:
+def gate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where a named pipe makes a publication wait before its copy."""
+    return tmp_path_factory.mktemp("gate") / "gate"
+
+
+@pytest.fixture(scope="module")
+def actors(tmp_path_factory: pytest.TempPathFactory, gate: Path) -> Iterator[tuple[Any, Any]]:
     """A trainer and a reference, set up, in one process."""
     environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
     processes = this_host().spawn_procs(
@@ -46,7 +52,7 @@ def actors(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]
         steps=10,
         seed=0,
         temperature=1.0,
-        open_store=partial(open_store, f"test-{os.getpid()}"),
+        open_store=partial(open_store, f"test-{os.getpid()}", gate),
     )
     assert trainer.setup.call_one(setup).get(timeout=SECONDS) == 0
     reference.setup.call_one(model, 64, 0, 1.0).get(timeout=SECONDS)
@@ -67,14 +73,42 @@ def test_a_published_version_is_that_of_the_trainer_and_holds_its_weights(
     manifest = _answer(trainer.publish.call_one())
     assert manifest.version == version == _answer(trainer.version.call_one())
     _answer(trainer.save_hf.call_one(str(tmp_path / "hf")))
+    _assert_holds(manifest, tmp_path / "hf")
+
+
+def test_calls_are_answered_while_weights_are_copied_and_a_step_does_not_change_what_is_copied(
+    actors: tuple[Any, Any], gate: Path, tmp_path: Path
+) -> None:
+    trainer, _ = actors
+    version = _answer(trainer.train_step.call_one(encode_batch(BATCH))).version
+    _answer(trainer.save_hf.call_one(str(tmp_path / "hf")))
+    os.mkfifo(gate)
+    publishing = trainer.publish.call_one()
+    try:
+        _answer(trainer.evaluate.call_one(encode_batch(BATCH)))  # is answered though nothing is copied yet
+        stepping = trainer.train_step.call_one(encode_batch(BATCH))
+        with pytest.raises(TimeoutError):  # a step alone takes far less
+            stepping.get(timeout=1.0)
+    finally:
+        gate.write_bytes(b"")
+        gate.unlink()
+
+    manifest = _answer(publishing)
+    assert manifest.version == version
+    _assert_holds(manifest, tmp_path / "hf")
+    assert _answer(stepping).version == version + 1
+
+
+def _assert_holds(manifest: Any, folder: Path) -> None:
+    """The version in shared memory has the tensors of a Hugging Face folder."""
     from forgelite.model.device import prepare_torchtitan
 
     prepare_torchtitan()
     from forgelite.model.hf import read_hf
 
-    saved = read_hf(tmp_path / "hf")
+    saved = read_hf(folder)
     reader = ArenaReader(Path(manifest.segment))
-    with reader.lease(version) as (_, tensors):
+    with reader.lease(manifest.version) as (_, tensors):
         assert tensors.keys() == saved.keys()
         assert all(torch.equal(tensors[name], tensor) for name, tensor in saved.items())
     reader.close()

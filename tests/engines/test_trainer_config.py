@@ -73,7 +73,7 @@ def test_a_loss_without_a_name_is_the_clipped_surrogate() -> None:
     ("loss", "message"),
     [
         ({"name": "cross_entropy", "clip_low": 0.1}, r"cross_entropy\.clip_low\n.*Extra inputs"),
-        ({"name": "grpo"}, r"'grpo'.*'clip', 'cross_entropy'"),
+        ({"name": "ppo"}, r"'ppo'.*'clip', 'grpo'.*'cross_entropy'"),
         ({"clip_low": 1.5}, "less than 1"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,15 @@ import pytest
 import torch
 
 from forgelite.config import ModelConfig, TrainerConfig
-from forgelite.config.loss import ClipLossConfig, CrossEntropyLossConfig, LossConfig
+from forgelite.config.corrections import SequenceTIS, Veto
+from forgelite.config.loss import (
+    ClipLossConfig,
+    CrossEntropyLossConfig,
+    CustomLossConfig,
+    DecoupledPPOLossConfig,
+    GSPOLossConfig,
+    LossConfig,
+)
 from forgelite.errors import ConfigError, TrainingDiverged
 from forgelite.scoring.reference import Reference
 from forgelite.trainer.trainer import Trainer
@@ -81,6 +90,46 @@ def test_packaging_changes_neither_loss_nor_gradients(
         torch.testing.assert_close(found[name], gradient, rtol=0, atol=1e-5)
 
 
+BY_SEQUENCE = GSPOLossConfig(
+    clip_low=0.3,
+    clip_high=0.3,
+    anchor="proximal",
+    corrections=[SequenceTIS(cap=3.0), Veto(lowest=0.2)],
+    whiten_advantages=True,
+    kl_coefficient=0.1,
+)
+
+
+@pytest.mark.parametrize("packaging", list(PACKAGINGS))
+def test_packaging_changes_nothing_in_a_loss_of_whole_sequences(
+    model: ModelConfig, packaging: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, local_batch_size = PACKAGINGS[packaging]
+    other = _trainer(model, BY_SEQUENCE, training={"seq_len": 100, "local_batch_size": local_batch_size})
+    expected = _gradients(_trainer(model, BY_SEQUENCE), one_each(SAMPLES), monkeypatch)
+    found = _gradients(other, pack_rows(SAMPLES, rows), monkeypatch)
+    assert max(gradient.abs().max().item() for gradient in expected.values()) > 1e-3
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=0, atol=1e-5)
+
+
+def test_the_proximal_policy_is_the_one_of_a_forward_pass_before_the_step(model: ModelConfig) -> None:
+    """Sampled by a policy that gave every token e^-1 of the probability: every weight is e, in every microbatch."""
+    batch = pack_rows(SAMPLES, [[0, 1, 2], [3, 4, 5, 6], [7]])
+    before_the_step = Reference.build(model, max_seq_len=100).logprobs(batch)
+    batch = replace(batch, logprobs=before_the_step - 1.0)
+    trainer = _trainer(model, DecoupledPPOLossConfig(), training={"seq_len": 100, "local_batch_size": 1})
+    metrics = trainer.train_step(batch).metrics
+    assert metrics["correction/weight_mean"] == pytest.approx(math.e, rel=1e-5)
+    assert metrics["correction/weight_max"] == pytest.approx(math.e, rel=1e-4)
+    assert metrics["ratio/clipped_tokens"] == 0  # the ratio to the proximal policy is 1
+
+
+def test_a_loss_of_the_user_s_that_is_not_there_is_refused(model: ModelConfig) -> None:
+    with pytest.raises(ConfigError, match=r"loss\.path: cannot import nowhere:f"):
+        _trainer(model, CustomLossConfig(path="nowhere:f", uses_ratio=True))
+
+
 def _metrics(result: StepResult) -> dict[str, float]:
     return {name: value for name, value in result.metrics.items() if not name.startswith("time/")}
 
@@ -110,6 +159,7 @@ def test_metrics_have_the_documented_names(model: ModelConfig) -> None:
         *("loss/policy", "loss/kl_ref", "loss/entropy", "loss/grad_norm"),
         *("ratio/mean", "ratio/max", "ratio/clipped_fraction", "ratio/clipped_tokens", "ratio/ess"),
         *("mismatch/logprob_abs_mean", "mismatch/logprob_abs_max", "mismatch/tokens"),
+        *("mismatch/age_0/kl", "mismatch/age_0/tokens"),
         *("tokens/trained", "time/train_s", "trainer/lr"),
     }
 
@@ -118,7 +168,7 @@ def test_tokens_of_an_older_version_have_no_mismatch(model: ModelConfig) -> None
     trainer = _trainer(model)
     trainer.train_step(one_each(SAMPLES))
     metrics = trainer.train_step(one_each(SAMPLES)).metrics  # sampled by version 0, trained at version 1
-    assert not [name for name in metrics if name.startswith("mismatch/")]
+    assert {name for name in metrics if name.startswith("mismatch/")} == {"mismatch/age_1/kl", "mismatch/age_1/tokens"}
 
 
 def test_the_version_counts_completed_steps(model: ModelConfig) -> None:

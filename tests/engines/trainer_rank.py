@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from forgelite.config import TrainerConfig
+from forgelite.config.corrections import Veto
 from forgelite.config.loss import ClipLossConfig
 from forgelite.errors import TrainingDiverged
 from forgelite.trainer.ranks import Rank
@@ -21,7 +22,10 @@ from forgelite.types import TrainingBatch
 from tests.engines.tiny import model_config, one_each, pack_rows, sequences
 
 SAMPLES = sequences()
-LOSS = ClipLossConfig(kl_coefficient=0.1)
+# What is counted or averaged over the whole batch must be the same in several processes.
+LOSS = ClipLossConfig(
+    kl_coefficient=0.1, aggregation="sequence_mean", whiten_advantages=True, corrections=[Veto(lowest=0.2)]
+)
 CASES = {  # name: model folder, trainer.parallelism
     "fsdp, llama": ("llama", {}),
     "fsdp, tied qwen3": ("qwen3", {}),

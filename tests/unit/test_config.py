@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forgelite.config import GRPOConfig, SFTConfig, describe_keys, load_config, to_yaml
@@ -65,6 +65,8 @@ def test_an_override_reaches_engine_arguments_by_vllm_s_names():
             "policy.engine.max_model_len=128",
             r"policy\.engine\.max_model_len=128.*trainer\.training\.seq_len=96",
         ),
+        ("weights.folder=somewhere", r"weights\.folder=somewhere is for weights\.carrier=filesystem"),
+        ("weights.carrier=pigeon", r"weights\.carrier: .*'filesystem'"),
         ("loop.max_groups_queued=3", r"loop\.max_groups_queued=3.*loop\.groups_per_step=16"),
         ("model.name=qwen3", r"model.*name and .*flavor"),
         ("model.path=null", r"model"),
@@ -77,6 +79,11 @@ def test_an_override_reaches_engine_arguments_by_vllm_s_names():
 def test_a_wrong_key_or_value_is_one_error_that_names_it(override, message):
     with pytest.raises(ConfigError, match=message):
         load_config(GRPOConfig, TOY, [override])
+
+
+def test_weights_that_do_not_lie_in_shared_memory_cannot_be_used_in_place():
+    with pytest.raises(ConfigError, match=r"weights\.swap=zero_copy with weights\.carrier=filesystem"):
+        load_config(GRPOConfig, TOY, ["weights.swap=zero_copy", "weights.carrier=filesystem"])
 
 
 def test_a_kl_term_without_a_reference_is_refused():
@@ -104,12 +111,14 @@ def test_a_missing_file_is_named():
         load_config(GRPOConfig, "nowhere.yaml")
 
 
+@settings(deadline=None)
 @given(st.text(st.characters(codec="utf-8"), max_size=30))
 def test_a_text_value_may_hold_any_character(text):
     """`=`, `:`, `{`, `${x}`, quotes, backslashes, new lines: a value of a text key is taken letter by letter."""
     assert load_config(GRPOConfig, TOY, [f"run.dir={text}"]).run.dir == text
 
 
+@settings(deadline=None)
 @given(st.text(st.sampled_from("\\${}a=:"), max_size=12))
 def test_a_saved_config_reads_back_equal(text):
     config = load_config(GRPOConfig, TOY, [f"run.dir={text}"])

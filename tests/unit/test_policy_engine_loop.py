@@ -79,12 +79,16 @@ class VersionEngine:
     def queue_lengths(self) -> tuple[int, int]:
         return len(self._left), 0
 
-    def load_weights(self, tensors: Mapping[str, Any]) -> None:
+    def prepare_weights(self, tensors: Mapping[str, Any]) -> Callable[[], None]:
         if tensors.get("misfit"):
             raise WeightMismatch("missing: w")
-        self.weights = tensors["w"]
-        if tensors.get("torn"):
-            raise OSError("the disk is gone")
+
+        def write() -> None:
+            self.weights = tensors["w"]
+            if tensors.get("torn"):
+                raise OSError("the disk is gone")
+
+        return write
 
     def drop_kv(self) -> None:
         self.kv_drops += 1

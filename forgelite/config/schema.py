@@ -120,7 +120,9 @@ class SamplingConfig(Section):
     """How tokens are drawn."""
 
     max_tokens: int = Field(ge=1, description="most new tokens of one turn")
-    temperature: float = Field(1.0, gt=0, description="divides the logits before sampling")
+    temperature: float = Field(
+        1.0, ge=0.01, description="divides the logits before sampling; vLLM knows none below 0.01"
+    )
     top_p: float = Field(1.0, gt=0, le=1, description="nucleus; 1: off")
     top_k: int = Field(0, ge=0, description="keep the k likeliest tokens; 0: off")
     min_p: float = Field(0.0, ge=0, le=1, description="drop tokens below this share of the likeliest; 0: off")

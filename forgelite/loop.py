@@ -149,7 +149,7 @@ class Loop:
         self._room = asyncio.Event()
         self._update: asyncio.Task[None] | None = None
         self._update_metrics: Mapping[str, Any] = {}
-        self._scores: list[Score] = []  # since the last step
+        self._left_out: list[Score] = []  # of samples that were scored since the last step and will not be trained
         self._filtered_in_a_row = 0
         self._failed_in_a_row = 0
         self._failed_groups = 0
@@ -257,7 +257,8 @@ class Loop:
             self.ledger.move([trajectory_id], State.FAILED, failure.reason)
         for trajectory_id, reason in scored.filtered.items():
             self.ledger.move([trajectory_id], State.FILTERED, reason)
-        self._scores += scored.scores
+        if not scored.group.trajectories:
+            self._left_out += scored.scores
         if scored.failed:
             self._failed_groups += 1
             if self._failed_groups.bit_count() == 1:  # the 1st, 2nd, 4th, 8th ...: a notice, not a flood
@@ -305,8 +306,8 @@ class Loop:
             self.version = result.version
             metrics: dict[str, Any] = {"version": self.version, **result.metrics, **ages}
             metrics |= await self._synchronise()
-            metrics |= reward_metrics(self._scores)
-            self._scores = []
+            metrics |= reward_metrics([t.score for t in trajectories if t.score is not None] + self._left_out)
+            self._left_out = []
             now, used = time.monotonic(), await self._policy.usage()
             metrics |= _time_metrics(now - clock, waited, trained, used, usage)
             metrics |= self.ledger.metrics()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -181,6 +182,8 @@ class ActorCalls:
 
 
 def _build(model_path: str, engine: dict[str, Any], seed: int) -> Any:
+    # While vLLM is imported it logs before it has read its own log level (VLLM_LOGGING_LEVEL).
+    logging.getLogger("vllm").setLevel(logging.ERROR)
     from forgelite.policy.engine import build_engine  # imports torch and vLLM: many seconds
 
     return build_engine(model_path, engine=engine, seed=seed)

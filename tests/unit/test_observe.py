@@ -13,7 +13,7 @@ from forgelite.observe.gates import within
 from forgelite.observe.metrics import MetricsLog, Rate, read_metrics
 from forgelite.observe.progress import make_progress
 from forgelite.observe.recorder import Recorder, claim_folder
-from forgelite.observe.report import age_histogram, draw_curves
+from forgelite.observe.report import age_histogram, draw_curves, windowed_rate
 from forgelite.types import Score
 from tests.unit.trajectories import make_group
 
@@ -157,14 +157,24 @@ def test_curves_are_drawn_even_from_a_run_without_steps(tmp_path):
         {
             "step": 1,
             "reward/mean": 0.3,
-            "idle/trainer": 0.5,
-            "idle/policy": 0.1,
+            "idle/trainer/numerator": 1,
+            "idle/trainer/denominator": 2,
             "age/histogram": {"0": 3, "1": 1},
         },
     ]
     draw_curves(lines, tmp_path / "curves.png", "t")
     assert age_histogram(lines) == {0: 3, 1: 1}
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_plain_lines_are_few_however_many_steps_there_are(capsys):
+    progress = make_progress("plain", 1000, "a run")
+    for step in range(1001):
+        progress.step({"step": step, "eval/reward": 0.5 if step == 333 else None})
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) < 70
+    assert any(line.startswith("step 333/1000") for line in lines)
+    assert lines[-1].startswith("step 1000/1000")
 
 
 @pytest.mark.parametrize("mode", ["live", "plain", "none"])
@@ -176,6 +186,15 @@ def test_every_display_takes_every_event(mode, capsys):
     progress.close()
     out = capsys.readouterr().out
     assert ("0.500" in out) == (mode != "none")
+
+
+def test_a_rate_over_several_steps_is_a_quotient_of_sums():
+    lines = [
+        {"step": 1, "idle/trainer/numerator": 1, "idle/trainer/denominator": 1},
+        {"step": 2, "idle/trainer/numerator": 0, "idle/trainer/denominator": 3},
+        {"step": 3, "idle/trainer/numerator": 0, "idle/trainer/denominator": 1},
+    ]
+    assert windowed_rate(lines, "idle/trainer", 2) == ([1, 2, 3], [1.0, 0.25, 0.0])
 
 
 async def test_a_resumed_run_goes_on_in_the_same_files_without_the_steps_it_does_again(tmp_path):

@@ -43,6 +43,8 @@ async def main(config: SFTConfig) -> None:
                 if step == steps or (config.eval.every and step % config.eval.every == 0):
                     metrics |= await held_out_loss()
                 await recorder.on_step(step, metrics, [])
+            if demonstrations.skipped:
+                recorder.on_note(f"{demonstrations.skipped} demonstrations were too long for trainer.training.seq_len")
             await trainer.save_hf(str(Path.cwd() / config.run.dir / "checkpoints" / "hf"))
 
 

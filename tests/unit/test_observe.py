@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from forgelite.errors import DeadlineExceeded
+from forgelite.errors import ConfigError, DeadlineExceeded
 from forgelite.observe.batch_metrics import age_metrics, reward_metrics
 from forgelite.observe.gates import within
 from forgelite.observe.metrics import MetricsLog, Rate, read_metrics
@@ -92,10 +92,10 @@ def test_reward_metrics_hold_every_part():
 
 def record(tmp_path, **options):
     folder = tmp_path / "run"
-    claim_folder(folder, resume=False)
+    claim, _ = claim_folder(folder, resume=False)
     settings = {"tensorboard": False, "wandb": False, "rollouts_per_step": None} | options
     return folder, Recorder(
-        folder, config_yaml="a: 1\n", config={"a": 1}, progress=make_progress("none", 2, "t"), **settings
+        folder, config_yaml="a: 1\n", config={"a": 1}, progress=make_progress("none", 2, "t"), claim=claim, **settings
     )
 
 
@@ -105,10 +105,12 @@ async def test_a_run_folder_holds_config_metrics_rollouts_and_summary(tmp_path):
         await recorder.on_step(0, {"eval/reward": Rate(numerator=1, denominator=4)}, [])
         await recorder.on_step(1, {"reward/mean": 0.5, "ledger/trained": 2}, [make_group("g0")])
         await recorder.on_step(2, {"eval/reward": Rate(numerator=3, denominator=4)}, [make_group("g1")])
+        recorder.on_end({"ledger/trained": 4, "ledger/filtered/zero_variance": 2})
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["exit_reason"] == "completed"
     assert summary["eval/reward"] == {"before": 0.25, "after": 0.75}
     assert summary["steps"] == 2
+    assert summary["ledger/trained"] == 4
     assert (folder / "config.yaml").read_text() == "a: 1\n"
     rollouts = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
     assert [r["trajectory"] for r in rollouts] == ["g0/0", "g0/1", "g1/0", "g1/1"]
@@ -141,13 +143,26 @@ def test_the_summary_says_why_a_run_ended(tmp_path, error, reason):
 
 
 def test_an_earlier_run_is_moved_aside_and_not_overwritten(tmp_path):
-    folder, recorder = record(tmp_path)
-    with recorder:
-        pass
-    moved = claim_folder(folder, resume=False)
-    assert (moved / "summary.json").exists()
-    assert list(folder.iterdir()) == []
-    assert claim_folder(folder, resume=True) is None
+    moved = []
+    for _ in range(3):
+        folder, recorder = record(tmp_path)
+        with recorder:
+            pass
+        claim, old = claim_folder(folder, resume=False)
+        claim.close()
+        moved.append(old)
+        assert {p.name for p in folder.iterdir()} == {".lock"}
+    assert len(set(moved)) == 3
+    assert all((old / "summary.json").exists() for old in moved)
+
+
+def test_a_folder_belongs_to_one_run_at_a_time(tmp_path):
+    claim, _ = claim_folder(tmp_path / "run", resume=False)
+    for resume in (False, True):
+        with pytest.raises(ConfigError, match=r"run\.dir=.*in use by another run"):
+            claim_folder(tmp_path / "run", resume=resume)
+    claim.close()
+    assert claim_folder(tmp_path / "run", resume=True)[1] is None
 
 
 def test_curves_are_drawn_even_from_a_run_without_steps(tmp_path):

@@ -45,7 +45,7 @@ def test_a_wrong_configuration_is_refused_with_exit_code_2_before_any_actor_star
             "configs/grpo/toy.yaml",
             f"run.dir={tmp_path / 'run'}",
             f"model.path={toy_base}",
-            override,
+            *override.split(),
         ],
         *words,
     )

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from forgelite.config import load_config as load_config
     from forgelite.errors import ForgeliteError as ForgeliteError
     from forgelite.evaluation import evaluate as evaluate
-    from forgelite.launch import Stations as Stations
-    from forgelite.launch import launch as launch
+    from forgelite.launching import Stations as Stations
+    from forgelite.launching import launch as launch
     from forgelite.loop import Loop as Loop
     from forgelite.policy.client import PolicyClient as PolicyClient
     from forgelite.preparation import make_rollout as make_rollout
@@ -61,7 +61,7 @@ _HOME = {
     "forgelite.config": ("GRPOConfig", "SFTConfig", "load_config"),
     "forgelite.errors": ("ForgeliteError",),
     "forgelite.evaluation": ("evaluate",),
-    "forgelite.launch": ("Stations", "launch"),
+    "forgelite.launching": ("Stations", "launch"),
     "forgelite.loop": ("Loop",),
     "forgelite.policy.client": ("PolicyClient",),
     "forgelite.preparation": ("make_rollout", "prepare"),

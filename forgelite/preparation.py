@@ -11,7 +11,7 @@ from pathlib import Path
 from forgelite.checkpoint import checkpoint_step
 from forgelite.config import DataConfig, GRPOConfig, MetricsConfig, ModelConfig, SFTConfig, import_object, to_yaml
 from forgelite.errors import ConfigError
-from forgelite.launch import Stations, choose_device
+from forgelite.launching import Stations, choose_device
 from forgelite.observe.progress import make_progress
 from forgelite.observe.recorder import Recorder, claim_folder
 from forgelite.rollout.dataset import PromptStream, check_column, load_rows

@@ -18,7 +18,7 @@ async def main(config: GRPOConfig) -> None:
     from apps.grpo.report import report
     from forgelite.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
     from forgelite.evaluation import evaluate
-    from forgelite.launch import launch
+    from forgelite.launching import launch
     from forgelite.loop import Loop
     from forgelite.preparation import make_rollout, open_recorder, prepare
     from forgelite.scoring.group import score_group

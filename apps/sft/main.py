@@ -18,7 +18,7 @@ from forgelite.config import SFTConfig
 async def main(config: SFTConfig) -> None:
     """One run: check the inputs, start the trainer, train, evaluate on held-out rows, save."""
     from forgelite.buffer.packing import pack
-    from forgelite.launch import launch_trainer
+    from forgelite.launching import launch_trainer
     from forgelite.preparation import open_recorder, prepare_demonstrations
 
     demonstrations, held_out = prepare_demonstrations(config)

@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -15,6 +16,7 @@ import forgelite
 @pytest.mark.parametrize("name", forgelite.__all__)
 def test_every_public_name_is_there_and_documented(name):
     assert getattr(forgelite, name).__doc__
+    assert not isinstance(getattr(forgelite, name), ModuleType)  # a module of the same name would hide it
 
 
 def test_the_names_that_type_checkers_see_are_those_that_are_there():
@@ -48,4 +50,4 @@ def test_a_reward_process_loads_no_torch():
 
 
 def test_launching_loads_no_engine_into_the_controller():
-    assert not {"vllm", "torchtitan"} & loaded_by("import forgelite.launch, forgelite.loop, forgelite.preparation")
+    assert not {"vllm", "torchtitan"} & loaded_by("import forgelite.launching, forgelite.loop, forgelite.preparation")

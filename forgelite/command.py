@@ -51,7 +51,7 @@ def run_app(
     )
     parser.add_argument("--config", required=True, metavar="FILE", help="YAML file with the configuration")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="replaces a value of the file")
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_intermixed_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
         config = load_config(schema, arguments.config, arguments.overrides)

@@ -7,12 +7,12 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from forgelite.errors import ForgeliteError
 from forgelite.observe.gates import within
 from forgelite.observe.metrics import Rate
 from forgelite.rollout.episode import Rollout
 from forgelite.scoring.group import ScoreSamples, reward_sample
-from forgelite.types import Failure, Prompt, Trajectory
+from forgelite.scoring.reward import PROCESS, RewardSample
+from forgelite.types import Failure, Prompt, Score, Trajectory
 
 
 async def evaluate(
@@ -28,10 +28,10 @@ async def evaluate(
 
     Returns:
         `eval/reward` (mean over the answers that were scored), `eval/failed`, `time/eval_s`, and
-        `eval/<name>` for each reward if there is more than one.
+        `eval/<name>` for each reward if there is more than one. Where not one answer could be scored, there is no
+        `eval/reward`.
 
     Raises:
-        ForgeliteError: not one answer could be scored.
         DeadlineExceeded: it took too long.
     """
     return await within(timeout_s, _evaluate(prompts, rollout, score), "the held-out evaluation (eval.timeout_s)")
@@ -46,17 +46,22 @@ async def _evaluate(prompts: Sequence[Prompt], rollout: Rollout, score: ScoreSam
         for prompt, (member,) in zip(prompts, rolled_out, strict=True)
         if isinstance(member, Trajectory)
     ]
-    results = await score([reward_sample(prompt, t) for prompt, t in answered]) if answered else []
+    results = await _score(score, [reward_sample(prompt, t) for prompt, t in answered])
     scores = [r for r in results if not isinstance(r, Failure)]
-    if not scores:
-        failures = [m for (m,) in rolled_out if isinstance(m, Failure)] + [r for r in results if isinstance(r, Failure)]
-        raise ForgeliteError(f"none of {len(prompts)} held-out prompts could be evaluated: {failures[0].message}")
-    metrics: dict[str, Any] = {
-        "eval/reward": Rate(numerator=sum(s.reward for s in scores), denominator=len(scores)),
-        "eval/failed": len(prompts) - len(scores),
-        "time/eval_s": time.monotonic() - start,
-    }
-    if len(scores[0].parts) > 1:
-        for name in scores[0].parts:
-            metrics[f"eval/{name}"] = Rate(numerator=sum(s.parts[name] for s in scores), denominator=len(scores))
+    metrics: dict[str, Any] = {"eval/failed": len(prompts) - len(scores), "time/eval_s": time.monotonic() - start}
+    if scores:
+        metrics["eval/reward"] = Rate(numerator=sum(s.reward for s in scores), denominator=len(scores))
+        if len(scores[0].parts) > 1:
+            for name in scores[0].parts:
+                metrics[f"eval/{name}"] = Rate(numerator=sum(s.parts[name] for s in scores), denominator=len(scores))
     return metrics
+
+
+async def _score(score: ScoreSamples, samples: Sequence[RewardSample]) -> list[Score | Failure]:
+    """Score; what failed because the reward process died is scored once more, by the new process."""
+    results = list(await score(samples)) if samples else []
+    again = [i for i, r in enumerate(results) if isinstance(r, Failure) and r.reason == PROCESS]
+    if again:
+        for i, result in zip(again, await score([samples[i] for i in again]), strict=True):
+            results[i] = result
+    return results

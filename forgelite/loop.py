@@ -38,7 +38,11 @@ from forgelite.observe.gates import within
 from forgelite.observe.metrics import Rate
 from forgelite.rollout.dataset import PromptStream
 from forgelite.scoring.group import ScoredGroup
+from forgelite.scoring.reward import PROCESS
 from forgelite.types import Failure, Group, Prompt, Score, StepResult, TrainingBatch, Trajectory
+
+MANY_FAILURES = 32  # groups in a row without one scored sample that end a run, whatever the size of a batch
+NOTICE_S = 30.0  # seconds without a batch after which the user is told why
 
 RollOut = Callable[[str, Prompt, int], Awaitable[Sequence[Trajectory | Failure]]]
 ScoreGroup = Callable[[str, Prompt, Sequence[Trajectory | Failure]], Awaitable[ScoredGroup]]
@@ -92,6 +96,10 @@ class Observer(Protocol):
         """Something that the user should know."""
         ...
 
+    def on_end(self, metrics: Mapping[str, Any]) -> None:
+        """The run is over, however it ended; `metrics` is the final account."""
+        ...
+
 
 class Loop:
     """Connects the stations of one run. It is used once: `await loop.run()`."""
@@ -122,7 +130,8 @@ class Loop:
         score_group: gives them rewards, advantages and reference log-probabilities.
         trainer, policy: the stations. The policy serves `version` already.
         observer: is told of every step.
-        evaluate: held-out evaluation of the version that is served; None: there is none.
+        evaluate: held-out evaluation of the version that is served; None: there is none. A run from version 0 begins
+            with one.
         evaluate_every: steps between two evaluations; 0: only before and after.
         save: writes a checkpoint from what `state_dict` gives; called between two steps.
         save_every: steps between two checkpoints; 0: none.
@@ -149,11 +158,12 @@ class Loop:
         self._queue = self._make_queue()
         self._in_flight: dict[str, tuple[Prompt, asyncio.Task[None]]] = {}  # being rolled out or scored
         self._batches_taken = version
+        self._waiting = False  # for a batch
         self._next_group = 0
         self._room = asyncio.Event()
         self._update: asyncio.Task[None] | None = None
         self._update_metrics: Mapping[str, Any] = {}
-        self._scores: list[Score] = []  # since the last step
+        self._left_out: list[Score] = []  # of samples that were scored since the last step and will not be trained
         self._filtered_in_a_row = 0
         self._failed_in_a_row = 0
         self._failed_groups = 0
@@ -171,9 +181,9 @@ class Loop:
                 background = []
                 if self._station_died is not None:
                     background.append(tasks.create_task(_awaited(self._station_died)))
-                if self._evaluate is not None:
+                if self._evaluate is not None and self.version == 0:
                     await self._observer.on_step(self.version, await self._evaluate(), [])
-                background.append(tasks.create_task(self._admit()))
+                background += [tasks.create_task(self._admit()), tasks.create_task(self._notice_stalls())]
                 await self._train()
                 for task in (*background, *(task for _, task in self._in_flight.values())):
                     task.cancel()
@@ -182,6 +192,7 @@ class Loop:
         finally:
             self.ledger.close_open("run_ended")
             self.ledger.check()
+            self._observer.on_end(self.ledger.metrics())
 
     def state_dict(self) -> dict[str, Any]:
         """Plain data from which `load_state_dict` goes on: nothing that is queued is lost, nothing trained twice.
@@ -261,15 +272,19 @@ class Loop:
             self.ledger.move([trajectory_id], State.FAILED, failure.reason)
         for trajectory_id, reason in scored.filtered.items():
             self.ledger.move([trajectory_id], State.FILTERED, reason)
-        self._scores += scored.scores
+        if not scored.group.trajectories:
+            self._left_out += scored.scores
         if scored.failed:
             self._failed_groups += 1
             if self._failed_groups.bit_count() == 1:  # the 1st, 2nd, 4th, 8th ...: a notice, not a flood
                 self._observer.on_note(f"{_first_failure(scored)} [groups with failures so far: {self._failed_groups}]")
-        self._failed_in_a_row = 0 if scored.scores else self._failed_in_a_row + 1
+        if scored.scores:
+            self._failed_in_a_row = 0
+        elif any(f.reason != PROCESS for f in scored.failed.values()):
+            self._failed_in_a_row += 1  # the death of the reward process is for its client to judge
         flat = "zero_variance" in scored.filtered.values()
         self._filtered_in_a_row = self._filtered_in_a_row + 1 if flat else 0
-        if self._failed_in_a_row >= 2 * self._config.groups_per_step:
+        if self._failed_in_a_row >= max(2 * self._config.groups_per_step, MANY_FAILURES):
             raise ForgeliteError(
                 f"all members of the last {self._failed_in_a_row} groups failed, the last one: {_first_failure(scored)}"
             )
@@ -298,7 +313,9 @@ class Loop:
     async def _train(self) -> None:
         clock, usage = time.monotonic(), await self._policy.usage()
         while self.version < self._config.steps:
-            groups = await within(self._config.batch_timeout_s, self._take(), "a training batch", self._diagnose)
+            groups = await within(
+                self._config.batch_timeout_s, self._take(), "a training batch (loop.batch_timeout_s)", self._diagnose
+            )
             waited = time.monotonic() - clock
             # Packing order follows the groups' numbers, so that the same groups always make the same batch.
             trajectories = [t for g in sorted(groups, key=_number) for t in g.trajectories]
@@ -309,20 +326,31 @@ class Loop:
             self.version = result.version
             metrics: dict[str, Any] = {"version": self.version, **result.metrics, **ages}
             metrics |= await self._synchronise()
-            metrics |= reward_metrics(self._scores)
-            self._scores = []
+            metrics |= reward_metrics([t.score for t in trajectories if t.score is not None] + self._left_out)
+            self._left_out = []
             now, used = time.monotonic(), await self._policy.usage()
             metrics |= _time_metrics(now - clock, waited, trained, used, usage)
             metrics |= self.ledger.metrics()
             self.ledger.check()
             clock, usage = now, used
             await self._observer.on_step(self.version, metrics, groups)
-            if self._save is not None and self._save_every and self.version % self._save_every == 0:
+            due = self._save_every > 0 and (self.version % self._save_every == 0 or self.version == self._config.steps)
+            if self._save is not None and due:
                 await self._save(self.state_dict())
         await self._finish_update()
 
+    async def _notice_stalls(self) -> None:
+        """Say what a batch is waiting for, long before the deadline ends the run."""
+        while True:
+            taken = self._batches_taken
+            await asyncio.sleep(NOTICE_S)
+            if self._waiting and self._batches_taken == taken:
+                self._observer.on_note(f"no batch for {NOTICE_S:g} s: {self._diagnose()}")
+
     async def _take(self) -> list[Group]:
+        self._waiting = True
         groups = await self._queue.take(self._config.groups_per_step, trainer_version=self.version)
+        self._waiting = False
         self._batches_taken += 1
         self._room.set()
         return groups
@@ -341,12 +369,15 @@ class Loop:
         if evaluation_due:
             await self._finish_update()
             metrics |= await self._evaluate()
+        if last:
+            await self._finish_update()
         if self._config.depth == 0:
             # The next batch starts after the evaluation, never beside it: the engine then computes the same batches in
             # every repetition, and a synchronous run repeats bit for bit.
             await self._finish_update()
             self._room.set()
-        return metrics | self._update_metrics
+        reported, self._update_metrics = self._update_metrics, {}
+        return metrics | reported
 
     async def _publish_and_update(self, version: int) -> None:
         published = await self._trainer.publish()
@@ -366,7 +397,7 @@ class Loop:
         return (
             f"{len(self._queue)} of {config.groups_per_step} groups are queued, {len(self._in_flight)} in flight "
             f"(oldest: {oldest}), room for {self._groups_to_start()} more; trainer at version {self.version}, policy "
-            f"serves {self.served_version}; loop.batch_timeout_s is {config.batch_timeout_s:g}; "
+            f"serves {self.served_version}; "
             f"ledger: { {k.removeprefix('ledger/'): v for k, v in self.ledger.metrics().items() if v} }"
         )
 
@@ -395,7 +426,7 @@ def _first_failure(scored: ScoredGroup) -> str:
 
 
 async def _awaited(awaitable: Awaitable[Any]) -> None:
-    await awaitable
+    await asyncio.shield(awaitable)  # the end of the loop is not the end of what it listens to
 
 
 def _cause(group: BaseExceptionGroup) -> BaseException:

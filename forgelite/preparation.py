@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from forgelite.checkpoint import checkpoint_step
-from forgelite.config import DataConfig, GRPOConfig, ModelConfig, RewardConfig, SFTConfig, to_yaml
+from forgelite.config import DataConfig, GRPOConfig, MetricsConfig, ModelConfig, SFTConfig, import_object, to_yaml
 from forgelite.errors import ConfigError
+from forgelite.launching import Stations, choose_device
 from forgelite.losses import make_loss
 from forgelite.observe.progress import make_progress
 from forgelite.observe.recorder import Recorder, claim_folder
-from forgelite.rollout.dataset import PromptStream, import_object, load_rows
-from forgelite.rollout.demonstration import demonstration
+from forgelite.rollout.dataset import PromptStream, check_column, load_rows
+from forgelite.rollout.demonstration import Demonstrations, demonstration
 from forgelite.rollout.environment import EnvironmentFactory, SingleTurn
-from forgelite.rollout.episode import Generator, Rollout, derive_seed
+from forgelite.rollout.episode import Rollout, derive_seed
 from forgelite.rollout.tokenizer import Tokenizer, load_tokenizer, prompt_maker, read_vocab_size
 from forgelite.scoring.advantages import make_advantages
+from forgelite.scoring.reward import load_reward
 from forgelite.types import Prompt, SamplingParams, Trajectory
+
+PROMPT_KINDS = (str, list)  # a text, or chat messages
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -41,13 +45,17 @@ def prepare(config: GRPOConfig) -> Inputs:
         ConfigError: a folder, a file or a function is missing, a dataset is empty, the tokenizer does not fit the
             model. The message names the key.
     """
-    _find_rewards(config.reward)
-    make_loss(config.loss)  # both import and check what is the user's own; the stations make theirs again
+    choose_device(config.mesh.device)
+    check_metrics(config.metrics)
+    # Both import and check what is the user's own; the stations make theirs again.
+    make_loss(config.loss)
     make_advantages(config.advantage)
+    for function in config.reward.functions:
+        load_reward(function.path, name=function.name, weight=function.weight, timeout_s=function.timeout_s)
     tokenizer = open_tokenizer(config.model)
     to_prompt = prompt_maker(tokenizer, config.data.prompt)
     rows = load_rows(config.data.train, config.data.train_args, "data.train")
-    to_prompt("0", rows[0])  # a wrong column shows here
+    check_column(rows, config.data.prompt, PROMPT_KINDS, "data.prompt")
     return Inputs(
         tokenizer=tokenizer,
         prompts=PromptStream(
@@ -75,16 +83,19 @@ def open_tokenizer(model: ModelConfig) -> Tokenizer:
     return load_tokenizer(model.tokenizer or model.path, vocab_size)
 
 
-def open_recorder(config: GRPOConfig | SFTConfig, *, steps: int, checkpoint: Path | None = None) -> Recorder:
+def open_recorder(
+    config: GRPOConfig | SFTConfig, *, steps: int, rollouts_per_step: int | None = 0, checkpoint: Path | None = None
+) -> Recorder:
     """Claim the run folder and open everything that is written there.
 
     Args:
         config: of the run.
         steps: of the whole run, for the display.
+        rollouts_per_step: trajectories that are recorded; None: all.
         checkpoint: what the run goes on from, in its own folder; None: it is a new run.
     """
     folder, metrics = Path(config.run.dir), config.metrics
-    moved = claim_folder(folder, resume=checkpoint is not None)
+    claim, moved = claim_folder(folder, resume=checkpoint is not None)
     recorder = Recorder(
         folder,
         config_yaml=to_yaml(config),
@@ -92,8 +103,9 @@ def open_recorder(config: GRPOConfig | SFTConfig, *, steps: int, checkpoint: Pat
         progress=make_progress(metrics.progress, steps, str(folder)),
         tensorboard=metrics.tensorboard,
         wandb=metrics.wandb,
-        rollouts_per_step=metrics.rollouts_per_step,
+        rollouts_per_step=rollouts_per_step,
         first_step=0 if checkpoint is None else checkpoint_step(checkpoint),
+        claim=claim,
     )
     if moved is not None:
         recorder.on_phase(f"an earlier run was in {folder}; it is in {moved} now")
@@ -102,12 +114,12 @@ def open_recorder(config: GRPOConfig | SFTConfig, *, steps: int, checkpoint: Pat
     return recorder
 
 
-def make_rollout(config: GRPOConfig, inputs: Inputs, generator: Generator, *, greedy: bool = False) -> Rollout:
+def make_rollout(config: GRPOConfig, inputs: Inputs, stations: Stations, *, greedy: bool = False) -> Rollout:
     """How the prompts of this run are rolled out.
 
     Args:
         config, inputs: of the run.
-        generator: the policy.
+        stations: its policy generates.
         greedy: take the likeliest token at every place (held-out evaluation).
     """
     sampling = inputs.sampling
@@ -116,11 +128,11 @@ def make_rollout(config: GRPOConfig, inputs: Inputs, generator: Generator, *, gr
             max_tokens=sampling.max_tokens, temperature=0.0, stop_token_ids=sampling.stop_token_ids
         )
     return Rollout(
-        generator=generator,
+        generator=stations.policy,
         tokenizer=inputs.tokenizer,
         sampling=sampling,
         seed=config.run.seed,
-        max_tokens=config.trainer.training.seq_len,
+        max_tokens=min(config.trainer.training.seq_len, stations.capabilities["max_model_len"]),
         environment=inputs.environment,
         max_turns=config.rollout.max_turns,
         timeout_s=config.rollout.timeout_s,
@@ -149,42 +161,39 @@ def _held_out(data: DataConfig, most: int | None, tokenizer: Tokenizer) -> list[
         return []
     to_prompt = prompt_maker(tokenizer, data.prompt)
     rows = load_rows(data.eval, data.eval_args, "data.eval")[:most]
+    check_column(rows, data.prompt, PROMPT_KINDS, "data.prompt")
     return [to_prompt(str(i), row) for i, row in enumerate(rows)]
 
 
-def _find_rewards(reward: RewardConfig) -> None:
-    """Rewards are imported in their own process; here their modules are only looked for."""
-    for number, function in enumerate(reward.functions):
-        module, colon, name = function.path.partition(":")
-        key = f"reward.functions.{number}.path"
-        if not colon or not module or not name:
-            raise ConfigError(f"{key}: {function.path!r} is not of the form package.module:function")
-        try:
-            found = importlib.util.find_spec(module)
-        except ImportError as error:
-            raise ConfigError(f"{key}: cannot import {module}: {error}") from error
-        if found is None:
-            raise ConfigError(f"{key}: there is no module {module}")
-
-
-def prepare_demonstrations(config: SFTConfig) -> tuple[Iterator[Trajectory], list[Trajectory]]:
+def prepare_demonstrations(config: SFTConfig) -> tuple[Demonstrations, list[Trajectory]]:
     """Read what `apps.sft` trains on and is evaluated on.
 
     Returns:
         An endless stream of demonstrations, and the held-out ones (empty: no evaluation).
 
     Raises:
-        ConfigError: as `prepare`; also when a demonstration does not fit `trainer.training.seq_len`.
+        ConfigError: as `prepare`.
     """
+    choose_device(config.mesh.device)
+    check_metrics(config.metrics)
     tokenizer, data = open_tokenizer(config.model), config.data
-    to_prompt = prompt_maker(tokenizer, data.prompt)
-    to_trajectory = partial(
-        demonstration, tokenizer=tokenizer, column=data.answer, max_tokens=config.trainer.training.seq_len
-    )
+    if tokenizer.eos_token_id is None:
+        raise ConfigError("model.tokenizer: it has no end-of-sequence token to end a demonstration with")
+    rows = load_rows(data.train, data.train_args, "data.train")
+    check_column(rows, data.prompt, PROMPT_KINDS, "data.prompt")
+    check_column(rows, data.answer, (str,), "data.answer")
     stream = PromptStream(
-        load_rows(data.train, data.train_args, "data.train"),
-        to_prompt=to_prompt,
+        rows,
+        to_prompt=prompt_maker(tokenizer, data.prompt),
         seed=derive_seed(config.run.seed, "prompts"),
         shuffle=data.shuffle,
     )
-    return map(to_trajectory, stream), [to_trajectory(p) for p in _held_out(data, config.eval.max_prompts, tokenizer)]
+    make = partial(demonstration, tokenizer=tokenizer, column=data.answer, max_tokens=config.trainer.training.seq_len)
+    held_out = [make(prompt) for prompt in _held_out(data, config.eval.max_prompts, tokenizer)]
+    return Demonstrations(stream, make, rows=len(rows)), [d for d in held_out if d is not None]
+
+
+def check_metrics(metrics: MetricsConfig) -> None:
+    """Raise ConfigError if a place where metrics go is not installed."""
+    if metrics.wandb and importlib.util.find_spec("wandb") is None:
+        raise ConfigError("metrics.wandb=true, but wandb is not installed: pip install wandb")

@@ -20,6 +20,8 @@ from forgelite.types import Completion, GroupRequest, StepResult, TrainingBatch,
 from forgelite.weights.manifest import Manifest
 from forgelite.wire import decode_tensors, encode_batch
 
+INNER_FIRST_S = 10.0  # seconds by which an outer deadline exceeds the ones inside it
+
 
 class TrainerHandle:
     """The trainer, one process or many: every call goes to all of them, the first one's answer counts."""
@@ -46,7 +48,7 @@ class TrainerHandle:
     async def publish(self) -> Mapping[str, Any]:
         """Publish the current weights under their version; returns `sync/publish_s` and `sync/bytes`."""
         start = time.monotonic()
-        self.manifest = await self._call("publish", seconds=self._publish_timeout_s)
+        self.manifest = await self._call("publish")
         return {"sync/publish_s": time.monotonic() - start, "sync/bytes": self.manifest.nbytes}
 
     async def version(self) -> int:
@@ -67,11 +69,15 @@ class TrainerHandle:
 
     async def close(self) -> None:
         """Let go of shared memory and of the process group."""
-        await self._call("close", seconds=min(self._timeout_s, 10.0))
+        await self._call("close")
 
-    async def _call(self, endpoint: str, *arguments: Any, seconds: float | None = None) -> Any:
+    async def _call(self, endpoint: str, *arguments: Any) -> Any:
+        publishes = endpoint == "publish"
+        key = "weights.timeout_s" if publishes else "mesh.call_timeout_s"
+        # The store's own waits end first and say more.
+        seconds = self._publish_timeout_s + INNER_FIRST_S if publishes else self._timeout_s
         call = getattr(self._station.actor, endpoint).call(*arguments)
-        answers = await self._station.call(call, seconds or self._timeout_s, endpoint)
+        answers = await self._station.call(call, seconds, f"{endpoint} ({key})")
         return next(value for _, value in answers)
 
 
@@ -132,7 +138,8 @@ class ReferenceHandle:
     async def _compute(self, trajectories: Sequence[Trajectory]) -> Sequence[list[float]]:
         batch = pack(trajectories, self._row_length)
         call = self._station.actor.logprobs.call_one(encode_batch(batch))
-        (values,) = decode_tensors(await self._station.call(call, self._timeout_s, "logprobs"))
+        answer = await self._station.call(call, self._timeout_s, "logprobs (mesh.call_timeout_s)")
+        (values,) = decode_tensors(answer)
         return unpack(values, batch, len(trajectories))
 
 

@@ -5,8 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests.apps import run_app
+
+# On two busy cores an example may take any time; the session's own timeout bounds a test.
+settings.register_profile("forgelite", deadline=None)
+settings.load_profile("forgelite")
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,7 @@ async def main(config: GRPOConfig) -> None:
     from apps.grpo.report import report
     from forgelite.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
     from forgelite.evaluation import evaluate
-    from forgelite.launch import launch
+    from forgelite.launching import launch
     from forgelite.loop import Loop
     from forgelite.preparation import make_rollout, open_recorder, prepare
     from forgelite.scoring.group import score_group
@@ -26,13 +26,18 @@ async def main(config: GRPOConfig) -> None:
     inputs = prepare(config)
     checkpoints = Path.cwd() / config.run.dir / "checkpoints"
     checkpoint = newest_checkpoint(checkpoints) if config.run.resume else None
-    with open_recorder(config, steps=config.loop.steps, checkpoint=checkpoint) as recorder:
+    with open_recorder(
+        config,
+        steps=config.loop.steps,
+        rollouts_per_step=config.metrics.rollouts_per_step,
+        checkpoint=checkpoint,
+    ) as recorder:
         async with launch(config, on_phase=recorder.on_phase) as stations:
             loop = Loop(
                 config=config.loop,
                 row_length=config.trainer.training.seq_len,
                 prompts=inputs.prompts,
-                roll_out=make_rollout(config, inputs, stations.policy).run,
+                roll_out=make_rollout(config, inputs, stations).run,
                 score_group=partial(
                     score_group,
                     score=stations.rewards.score,
@@ -47,7 +52,7 @@ async def main(config: GRPOConfig) -> None:
                 evaluate=partial(
                     evaluate,
                     inputs.held_out,
-                    rollout=make_rollout(config, inputs, stations.policy, greedy=True),
+                    rollout=make_rollout(config, inputs, stations, greedy=True),
                     score=stations.rewards.score,
                     timeout_s=config.eval.timeout_s,
                 )

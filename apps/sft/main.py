@@ -18,7 +18,7 @@ from forgelite.config import SFTConfig
 async def main(config: SFTConfig) -> None:
     """One run: check the inputs, start the trainer, train, evaluate on held-out rows, save."""
     from forgelite.buffer.packing import pack
-    from forgelite.launch import launch_trainer
+    from forgelite.launching import launch_trainer
     from forgelite.preparation import open_recorder, prepare_demonstrations
 
     demonstrations, held_out = prepare_demonstrations(config)
@@ -43,6 +43,8 @@ async def main(config: SFTConfig) -> None:
                 if step == steps or (config.eval.every and step % config.eval.every == 0):
                     metrics |= await held_out_loss()
                 await recorder.on_step(step, metrics, [])
+            if demonstrations.skipped:
+                recorder.on_note(f"{demonstrations.skipped} demonstrations were too long for trainer.training.seq_len")
             await trainer.save_hf(str(Path.cwd() / config.run.dir / "checkpoints" / "hf"))
 
 

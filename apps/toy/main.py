@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils import logging
 
 VOCABULARY = ["<pad>", "<eos>", *"abcdefghijklmnopqrstuvwxyz0123456789+-=>:? "]
 
@@ -46,6 +47,7 @@ def build_model(seed: int = 0) -> LlamaForCausalLM:
 
 def main(folder: str = "runs/toy-base") -> None:
     """Write the model and the tokenizer as a Hugging Face folder."""
+    logging.disable_progress_bar()
     Path(folder).mkdir(parents=True, exist_ok=True)
     build_model().save_pretrained(folder)
     build_tokenizer().save_pretrained(folder)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from forgelite.types import TrainingBatch, Trajectory
@@ -64,44 +65,36 @@ def pack(trajectories: Sequence[Trajectory], row_length: int) -> TrainingBatch:
     width = max(sum(lengths[i] for i in row) for row in rows)
     has_reference = all(t.reference_logprobs is not None for t in trajectories)
 
-    token_ids, positions, sequence_ids, loss_mask, logprobs, versions, advantages, reference = ([] for _ in range(8))
-    for row in rows:
-        used = sum(lengths[i] for i in row)
+    size = (len(rows), width)
+    token_ids, positions = np.zeros(size, np.int64), np.zeros(size, np.int64)
+    sequence_ids, versions = np.full(size, -1, np.int32), np.full(size, -1, np.int32)
+    loss_mask = np.zeros(size, np.bool_)
+    logprobs, advantages, reference = (np.zeros(size, np.float32) for _ in range(3))
+    for r, row in enumerate(rows):
+        start = 0
         for i in row:
-            t = trajectories[i]
-            n = lengths[i]
-            token_ids += t.token_ids
-            positions += range(n)
-            sequence_ids += [i] * n
-            loss_mask += t.loss_mask
-            logprobs += t.logprobs
-            versions += _token_versions(t)
-            advantages += [t.advantage or 0.0] * n
+            trajectory, end = trajectories[i], start + lengths[i]
+            token_ids[r, start:end] = trajectory.token_ids
+            positions[r, start:end] = np.arange(lengths[i])
+            sequence_ids[r, start:end] = i
+            loss_mask[r, start:end] = trajectory.loss_mask
+            logprobs[r, start:end] = trajectory.logprobs
+            advantages[r, start:end] = trajectory.advantage or 0.0
+            for span in trajectory.spans:
+                versions[r, start + span.start : start + span.end] = span.version
             if has_reference:
-                reference += t.reference_logprobs
-        pad = width - used
-        token_ids += [0] * pad
-        positions += range(pad)
-        sequence_ids += [-1] * pad
-        loss_mask += [False] * pad
-        logprobs += [0.0] * pad
-        versions += [-1] * pad
-        advantages += [0.0] * pad
-        if has_reference:
-            reference += [0.0] * pad
-
-    def grid(values: list, dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype).view(len(rows), width)
-
+                reference[r, start:end] = trajectory.reference_logprobs
+            start = end
+        positions[r, start:] = np.arange(width - start)  # padding starts a sequence of its own
     return TrainingBatch(
-        token_ids=grid(token_ids, torch.int64),
-        positions=grid(positions, torch.int64),
-        sequence_ids=grid(sequence_ids, torch.int32),
-        loss_mask=grid(loss_mask, torch.bool),
-        logprobs=grid(logprobs, torch.float32),
-        versions=grid(versions, torch.int32),
-        advantages=grid(advantages, torch.float32),
-        reference_logprobs=grid(reference, torch.float32) if has_reference else None,
+        token_ids=torch.from_numpy(token_ids),
+        positions=torch.from_numpy(positions),
+        sequence_ids=torch.from_numpy(sequence_ids),
+        loss_mask=torch.from_numpy(loss_mask),
+        logprobs=torch.from_numpy(logprobs),
+        versions=torch.from_numpy(versions),
+        advantages=torch.from_numpy(advantages),
+        reference_logprobs=torch.from_numpy(reference) if has_reference else None,
     )
 
 
@@ -117,15 +110,9 @@ def unpack(values: torch.Tensor, batch: TrainingBatch, count: int) -> list[list[
         For each trajectory, in the order in which they were given to `pack`, its [T] values.
     """
     out: list[list[float]] = [[] for _ in range(count)]
-    for row_values, row_ids in zip(values.tolist(), batch.sequence_ids.tolist(), strict=True):
-        for value, i in zip(row_values, row_ids, strict=True):
+    for row, ids in zip(values, batch.sequence_ids, strict=True):
+        sequences, lengths = torch.unique_consecutive(ids, return_counts=True)
+        for i, part in zip(sequences.tolist(), row.split(lengths.tolist()), strict=True):
             if i >= 0:
-                out[i].append(value)
+                out[i] = part.tolist()
     return out
-
-
-def _token_versions(trajectory: Trajectory) -> list[int]:
-    versions = [-1] * len(trajectory.token_ids)
-    for span in trajectory.spans:
-        versions[span.start : span.end] = [span.version] * (span.end - span.start)
-    return versions

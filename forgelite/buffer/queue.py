@@ -42,15 +42,17 @@ class GroupQueue:
         self._max_policy_age = max_policy_age
         self._on_stale = on_stale
         self._on_rejected = on_rejected
-        self._groups: deque[Group] = deque()
-        self._arrived = asyncio.Event()
+        self._arrived: deque[Group] = deque()  # not judged yet
+        self._young: deque[Group] = deque()  # young enough at version `_judged_at`; older than all that arrived
+        self._judged_at = -1
+        self._arrival = asyncio.Event()
 
     def __len__(self) -> int:
-        return len(self._groups)
+        return len(self._young) + len(self._arrived)
 
     def groups(self) -> list[Group]:
         """The waiting groups, oldest first."""
-        return list(self._groups)
+        return [*self._young, *self._arrived]
 
     def put(self, group: Group) -> None:
         """Queue a scored group whose trajectories are in flight."""
@@ -71,14 +73,19 @@ class GroupQueue:
         """
         while True:
             self._judge(trainer_version)
-            if len(self._groups) >= count:
-                return [self._groups.popleft() for _ in range(count)]
-            self._arrived.clear()
-            await self._arrived.wait()
+            if len(self._young) >= count:
+                return [self._young.popleft() for _ in range(count)]
+            self._arrival.clear()
+            await self._arrival.wait()
 
     def _judge(self, trainer_version: int) -> None:
-        for _ in range(len(self._groups)):
-            group = self._groups.popleft()
+        """Move what is young enough from `_arrived` to `_young`; a new version judges everything anew."""
+        if trainer_version != self._judged_at:
+            self._arrived.extendleft(reversed(self._young))
+            self._young.clear()
+            self._judged_at = trainer_version
+        while self._arrived:
+            group = self._arrived.popleft()
             kept, rejected = drop_stale(
                 group.trajectories,
                 trainer_version=trainer_version,
@@ -87,14 +94,14 @@ class GroupQueue:
             )
             self._reject(group, kept, rejected, "stale")
             if kept:
-                self._groups.append(group)
+                self._young.append(group)
 
     def _append(self, group: Group) -> None:
-        self._groups.append(group)
-        while len(self._groups) > self._capacity:
-            oldest = self._groups.popleft()
+        self._arrived.append(group)
+        while len(self) > self._capacity:
+            oldest = (self._young or self._arrived).popleft()
             self._reject(oldest, [], oldest.trajectories, "overflow")
-        self._arrived.set()
+        self._arrival.set()
 
     def _reject(self, group: Group, kept: list[Trajectory], rejected: list[Trajectory], reason: str) -> None:
         self._ledger.move(_ids(rejected), State.REJECTED, reason)

@@ -1,13 +1,14 @@
 """One typed configuration tree: YAML files, `key.sub=value` overrides, checks that name the keys."""
 
 from forgelite.config.advantage import AdvantageConfig
+from forgelite.config.grpo import GRPOConfig, GRPOMeshConfig
+from forgelite.config.imports import import_object
 from forgelite.config.loading import check_config, describe_keys, load_config, to_yaml
 from forgelite.config.loss import LossConfig
 from forgelite.config.schema import (
     CheckpointConfig,
     DataConfig,
     EvalConfig,
-    GRPOConfig,
     LoopConfig,
     MeshConfig,
     MetricsConfig,
@@ -19,11 +20,10 @@ from forgelite.config.schema import (
     RolloutConfig,
     RunConfig,
     SamplingConfig,
-    SFTConfig,
-    SFTLoopConfig,
     UpdateConfig,
     WeightsConfig,
 )
+from forgelite.config.sft import SFTConfig, SFTLoopConfig
 from forgelite.config.trainer import TrainerConfig
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "DataConfig",
     "EvalConfig",
     "GRPOConfig",
+    "GRPOMeshConfig",
     "LoopConfig",
     "LossConfig",
     "MeshConfig",
@@ -51,6 +52,7 @@ __all__ = [
     "WeightsConfig",
     "check_config",
     "describe_keys",
+    "import_object",
     "load_config",
     "to_yaml",
 ]

@@ -5,11 +5,11 @@ A path and no registry: stations are processes of their own, and what a program 
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from forgelite.config.imports import import_object
 from forgelite.errors import ConfigError
 
 
@@ -24,13 +24,7 @@ def load_function(path: str, arguments: Mapping[str, Any], key: str) -> Callable
     Raises:
         ConfigError: the module or the function is missing, or the function does not take these arguments.
     """
-    module, colon, name = path.partition(":")
-    if not colon or not module or not name:
-        raise ConfigError(f"{key}.path: {path!r} is not of the form package.module:function")
-    try:
-        function = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"{key}.path: cannot import {path}: {error}") from error
+    function = import_object(path, f"{key}.path")
     if not callable(function):
         raise ConfigError(f"{key}.path: {path} is not a function")
     try:

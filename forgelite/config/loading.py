@@ -19,6 +19,8 @@ from forgelite.errors import ConfigError
 
 T = TypeVar("T", bound=BaseModel)
 
+_EXPONENT = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")
+
 
 def load_config(schema: type[T], path: str | Path, overrides: Sequence[str] = ()) -> T:
     """Read `path`, put `overrides` on top, and check the result against `schema`.
@@ -124,9 +126,15 @@ def _value(annotation: Any, text: str) -> Any:
     if str in options:
         return None if text == "null" and type(None) in options else _escaped(text)
     try:
-        return yaml.safe_load(text)
+        value = yaml.safe_load(text)
     except yaml.YAMLError:
         return _escaped(text)
+    return _number_or_text(value) if isinstance(value, str) else value
+
+
+def _number_or_text(text: str) -> float | str:
+    """`9e-1` is a number to everybody but YAML 1.1, which wants `9.0e-1`."""
+    return float(text) if _EXPONENT.fullmatch(text) else _escaped(text)
 
 
 def _escaped(text: str) -> str:

@@ -1,4 +1,4 @@
-"""The typed tree behind every YAML file: one class per section, one class per app.
+"""The sections of the configuration, one class each. `grpo.py` and `sft.py` put them together for an app.
 
 Every field carries its meaning, which `--help` prints. Checks that concern one section stand in it; checks across
 sections stand in the app's class and name both keys.
@@ -10,10 +10,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from forgelite.config.advantage import AdvantageConfig
-from forgelite.config.loss import ClipLossConfig, CrossEntropyLossConfig, LossConfig
 from forgelite.config.section import Section
-from forgelite.config.trainer import TrainerConfig
 
 
 class RunConfig(Section):
@@ -21,7 +18,6 @@ class RunConfig(Section):
 
     dir: str = Field(description="folder of this run: config, metrics, rollouts, checkpoints, summary")
     seed: int = Field(0, ge=0, description="every random number of the run derives from it")
-    resume: bool = Field(False, description="go on from the newest checkpoint in run.dir, if there is one")
 
 
 class ModelConfig(Section):
@@ -51,7 +47,6 @@ class DataConfig(Section):
     eval: str | None = Field(None, description="held-out rows, in the same form; none: no evaluation")
     eval_args: dict[str, Any] = Field(default_factory=dict, description="arguments of that function")
     prompt: str = Field("prompt", description="column with the prompt: text, or a list of chat messages")
-    answer: str = Field("answer", description="column with the demonstration (SFT)")
     shuffle: bool = Field(True, description="draw the rows in a new order in every epoch, from run.seed")
 
 
@@ -62,7 +57,7 @@ class RolloutConfig(Section):
         None, description="module:function that makes an environment from the tokenizer; none: a single turn"
     )
     max_turns: int = Field(16, ge=1, description="most turns of one trajectory; then it ends with 'length'")
-    timeout_s: float = Field(600.0, gt=0, description="deadline of one group, all turns together")
+    timeout_s: float = Field(600.0, gt=0, description="deadline of the first turn of a group, and of all later ones")
 
 
 class LoopConfig(Section):
@@ -82,8 +77,8 @@ class LoopConfig(Section):
     group_size: int = Field(8, ge=1, description="trajectories of each prompt")
     filter_zero_variance: bool = Field(True, description="leave out groups whose rewards are all equal")
     max_groups_in_flight: int = Field(256, ge=1, description="most groups being sampled at once; caps depth")
-    max_groups_queued: int = Field(1024, ge=1, description="most groups waiting; the oldest goes first")
-    batch_timeout_s: float = Field(600.0, gt=0, description="the run fails when a batch takes longer")
+    max_groups_queued: int = Field(1024, ge=1, description="most groups waiting; at depth null the oldest goes first")
+    batch_timeout_s: float = Field(1800.0, gt=0, description="the run fails when a batch takes longer")
 
     @model_validator(mode="after")
     def _policy_can_keep_up(self) -> LoopConfig:
@@ -98,10 +93,11 @@ class LoopConfig(Section):
                 f"loop.sync_every={self.sync_every} makes samples {lag} versions old, but "
                 f"loop.max_policy_age={self.max_policy_age} would reject them all"
             )
-        if self.max_groups_queued < self.groups_per_step:
+        ahead = self.groups_per_step * ((self.depth or 0) + 1)
+        if self.max_groups_queued < ahead:
             raise ValueError(
-                f"loop.max_groups_queued={self.max_groups_queued} never holds a batch of "
-                f"loop.groups_per_step={self.groups_per_step}"
+                f"loop.max_groups_queued={self.max_groups_queued} does not hold what loop.depth={self.depth} and "
+                f"loop.groups_per_step={self.groups_per_step} let run ahead: it must be at least {ahead}"
             )
         return self
 
@@ -121,13 +117,25 @@ class SamplingConfig(Section):
     """How tokens are drawn."""
 
     max_tokens: int = Field(ge=1, description="most new tokens of one turn")
-    temperature: float = Field(1.0, gt=0, description="divides the logits before sampling")
+    temperature: float = Field(
+        1.0, ge=0.01, le=2, description="divides the logits before sampling; vLLM knows none below 0.01"
+    )
     top_p: float = Field(1.0, gt=0, le=1, description="nucleus; 1: off")
     top_k: int = Field(0, ge=0, description="keep the k likeliest tokens; 0: off")
     min_p: float = Field(0.0, ge=0, le=1, description="drop tokens below this share of the likeliest; 0: off")
     stop_token_ids: list[int] | None = Field(
         None, description="tokens that end a turn; none given: the tokenizer's end-of-sequence token"
     )
+
+    @model_validator(mode="after")
+    def _can_be_trained(self) -> SamplingConfig:
+        for name, value, off in (("top_p", self.top_p, 1.0), ("top_k", self.top_k, 0), ("min_p", self.min_p, 0.0)):
+            if value != off:
+                raise ValueError(
+                    f"policy.sampling.{name}={value:g} samples from a truncated distribution, whose probabilities the "
+                    f"trainer cannot compute: every ratio would be biased; leave it at {off:g}"
+                )
+        return self
 
 
 class PolicyConfig(Section):
@@ -136,7 +144,9 @@ class PolicyConfig(Section):
     replicas: Literal[1] = Field(1, description="policy processes")
     update: UpdateConfig = Field(default_factory=UpdateConfig)
     sampling: SamplingConfig
-    engine: dict[str, Any] = Field(default_factory=dict, description="passed to vLLM's EngineArgs, by vLLM's own names")
+    engine: dict[str, Any] = Field(
+        default_factory=dict, description="passed to vLLM's EngineArgs, by vLLM's own names; it must hold dtype"
+    )
     request_timeout_s: float = Field(300.0, gt=0, description="deadline of one generation request")
 
 
@@ -154,7 +164,7 @@ class RewardConfig(Section):
 
     functions: list[RewardFunctionConfig] = Field(min_length=1, description="the rewards that are added up")
     on_failure: Literal["drop_sample", "drop_group"] = Field(
-        "drop_sample", description="what goes when a reward raises, hangs or is not a number"
+        "drop_sample", description="what goes when a member fails: its rollout, its environment or a reward"
     )
     max_concurrency: int = Field(64, ge=1, description="calls of async rewards that run at the same time")
     max_threads: int = Field(4, ge=1, description="threads that call sync rewards")
@@ -189,7 +199,7 @@ class WeightsConfig(Section):
     )
     folder: str | None = Field(None, description="for carrier=filesystem; default: weights in the run folder")
     transfer_dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
-        None, description="type in which weights travel; null: as the trainer holds them"
+        None, description="type in which weights travel; null: policy.engine.dtype"
     )
     swap: Literal["auto", "copy", "zero_copy"] = Field(
         "auto",
@@ -207,21 +217,19 @@ class MeshConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="where models compute; auto: cuda where torch sees a GPU, else cpu; it is logged"
     )
-    policy_gpus: str | None = Field(None, description="GPUs of the policy, as in CUDA_VISIBLE_DEVICES")
-    trainer_gpus: str | None = Field(None, description="GPUs of the trainer, one for each of its processes")
-    reference_gpus: str | None = Field(None, description="GPUs of the reference")
-    trainer_processes: int = Field(1, ge=1, description="processes of the trainer")
+    cpu_threads: int = Field(1, ge=1, description="OpenMP threads of each process")
+    trainer_gpus: str | None = Field(None, description="GPUs of the trainer, as in CUDA_VISIBLE_DEVICES")
+    trainer_processes: int = Field(1, ge=1, description="processes of the trainer, one for each of its GPUs")
     setup_timeout_s: float = Field(300.0, gt=0, description="deadline for a station to build its engine")
     call_timeout_s: float = Field(600.0, gt=0, description="deadline of one call to a station")
     stop_timeout_s: float = Field(15.0, gt=0, description="deadline for the processes to stop")
 
 
 class EvalConfig(Section):
-    """Held-out evaluation, greedy."""
+    """Held-out evaluation."""
 
     every: int = Field(10, ge=0, description="steps between two evaluations; 0: only before and after")
     max_prompts: int | None = Field(None, ge=1, description="at most so many held-out rows")
-    timeout_s: float = Field(600.0, gt=0, description="deadline of one evaluation")
 
 
 class CheckpointConfig(Section):
@@ -236,127 +244,6 @@ class MetricsConfig(Section):
 
     tensorboard: bool = Field(True, description="write tensorboard/ in the run folder")
     wandb: bool = Field(False, description="log to Weights & Biases as well (needs its login)")
-    rollouts_per_step: int | None = Field(16, ge=0, description="trajectories in rollouts.jsonl; null: all")
     progress: Literal["auto", "live", "plain", "none"] = Field(
         "auto", description="live display, plain lines, or nothing; auto: live on a terminal"
     )
-
-
-class GRPOConfig(Section):
-    """Everything that `apps.grpo` can be told."""
-
-    run: RunConfig
-    model: ModelConfig
-    data: DataConfig
-    rollout: RolloutConfig = Field(default_factory=RolloutConfig)
-    loop: LoopConfig
-    policy: PolicyConfig
-    reward: RewardConfig
-    advantage: AdvantageConfig = Field(default_factory=AdvantageConfig)
-    reference: ReferenceConfig = Field(default_factory=ReferenceConfig)
-    loss: LossConfig = Field(default_factory=ClipLossConfig)
-    trainer: TrainerConfig = Field(default_factory=TrainerConfig)
-    weights: WeightsConfig = Field(default_factory=WeightsConfig)
-    mesh: MeshConfig = Field(default_factory=MeshConfig)
-    eval: EvalConfig = Field(default_factory=EvalConfig)
-    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
-    metrics: MetricsConfig = Field(default_factory=MetricsConfig)
-
-    @model_validator(mode="after")
-    def _loss_fits(self) -> GRPOConfig:
-        loss, advantage, loop = self.loss, self.advantage, self.loop
-        if loss.name == "cross_entropy":
-            raise ValueError("loss.name=cross_entropy is for demonstrations (apps.sft), not for rewards")
-        for section, weight in (("loss", loss.kl_coefficient), ("advantage", advantage.kl_coefficient)):
-            if weight > 0 and not self.reference.enabled:
-                raise ValueError(f"{section}.kl_coefficient={weight} needs reference.enabled=true")
-        if loss.kl_coefficient > 0 and advantage.kl_coefficient > 0:
-            raise ValueError(
-                f"loss.kl_coefficient={loss.kl_coefficient} and advantage.kl_coefficient={advantage.kl_coefficient} "
-                "count the same divergence twice: keep it in the loss or in the reward"
-            )
-        if loss.whiten_advantages and advantage.name == "group_normalised":
-            raise ValueError(
-                f"loss.whiten_advantages=true (loss.name={loss.name}) with advantage.name=group_normalised divides by "
-                "a deviation twice: set advantage.name=reward, or group_centred for a baseline"
-            )
-        if loss.name == "dr_grpo" and advantage.name == "group_normalised":
-            raise ValueError(
-                "loss.name=dr_grpo does not divide by the deviation of a group: set advantage.name=group_centred "
-                "(the default is group_normalised), or take loss.name=clip with loss.aggregation=constant"
-            )
-        if loop.depth != 0 and loop.max_policy_age > 0 and not loss.corrects_gap:
-            depth = "null" if loop.depth is None else loop.depth
-            raise ValueError(
-                f"loop.depth={depth} with loop.max_policy_age={loop.max_policy_age} trains on samples of older "
-                f"versions, which loss.name={loss.name} with loss.anchor={loss.anchor} takes for its own: it has no "
-                "ratio to them, no trust region and no correction. Set loss.corrections=[{name: token_tis}], take a "
-                "loss with a ratio such as loss.name=clip, or set loop.depth=0"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _fits_together(self) -> GRPOConfig:
-        loop, seq_len = self.loop, self.trainer.training.seq_len
-        if loop.group_size == 1 and loop.filter_zero_variance:
-            raise ValueError(
-                "loop.group_size=1 with loop.filter_zero_variance=true filters every group: "
-                "a group of one has no variance"
-            )
-        if loop.group_size == 1 and self.advantage.name not in ("reward", "custom"):
-            raise ValueError(
-                f"loop.group_size=1 with advantage.name={self.advantage.name} gives only advantages of zero: "
-                "set advantage.name=reward"
-            )
-        if self.policy.sampling.max_tokens >= seq_len:
-            raise ValueError(
-                f"policy.sampling.max_tokens={self.policy.sampling.max_tokens} leaves no room for a prompt in "
-                f"trainer.training.seq_len={seq_len}"
-            )
-        if self.weights.swap == "zero_copy" and self.weights.carrier in ("torchstore", "filesystem"):
-            raise ValueError(
-                f"weights.swap=zero_copy with weights.carrier={self.weights.carrier}: only what lies in shared memory "
-                f"can be used in place; set weights.swap=copy or auto"
-            )
-        if self.weights.folder is not None and self.weights.carrier != "filesystem":
-            raise ValueError(f"weights.folder={self.weights.folder} is for weights.carrier=filesystem only")
-        engine_dtype = self.policy.engine.get("dtype")
-        sent_dtype = self.weights.transfer_dtype or "float32"
-        if engine_dtype in ("float32", "bfloat16", "float16") and engine_dtype != sent_dtype:
-            raise ValueError(
-                f"policy.engine.dtype={engine_dtype} but weights travel as {sent_dtype}: "
-                f"set weights.transfer_dtype={engine_dtype}"
-            )
-        window = self.policy.engine.get("max_model_len")
-        if isinstance(window, int) and window > seq_len:
-            raise ValueError(
-                f"policy.engine.max_model_len={window} lets a sequence grow past "
-                f"trainer.training.seq_len={seq_len}: it could not be trained"
-            )
-        if self.reference.row_length is not None and self.reference.row_length < seq_len:
-            raise ValueError(
-                f"reference.row_length={self.reference.row_length} is shorter than "
-                f"trainer.training.seq_len={seq_len}: a long sequence would not fit"
-            )
-        return self
-
-
-class SFTLoopConfig(Section):
-    """Pacing of supervised fine-tuning."""
-
-    steps: int = Field(ge=1, description="optimizer steps")
-    batch_size: int = Field(ge=1, description="demonstrations in one step")
-
-
-class SFTConfig(Section):
-    """Everything that `apps.sft` can be told."""
-
-    run: RunConfig
-    model: ModelConfig
-    data: DataConfig
-    loop: SFTLoopConfig
-    loss: CrossEntropyLossConfig = Field(default_factory=CrossEntropyLossConfig)
-    trainer: TrainerConfig = Field(default_factory=TrainerConfig)
-    mesh: MeshConfig = Field(default_factory=MeshConfig)
-    eval: EvalConfig = Field(default_factory=EvalConfig)
-    metrics: MetricsConfig = Field(default_factory=MetricsConfig)

@@ -138,7 +138,30 @@ class TrainerConfig(Section):
         schedule = self.lr_scheduler
         if schedule.total_steps is not None and schedule.warmup_steps > schedule.total_steps:
             raise ValueError(
-                f"lr_scheduler.warmup_steps ({schedule.warmup_steps}) exceeds "
-                f"lr_scheduler.total_steps ({schedule.total_steps})"
+                f"trainer.lr_scheduler.warmup_steps={schedule.warmup_steps} exceeds "
+                f"trainer.lr_scheduler.total_steps={schedule.total_steps}"
             )
         return self
+
+
+def check_schedule(trainer: TrainerConfig, steps: int) -> None:
+    """Raise ValueError if the learning rate's schedule ends before the run (`loop.steps`) does."""
+    schedule = trainer.lr_scheduler
+    if schedule.total_steps is not None and schedule.decay_ratio != 0 and schedule.total_steps < steps:
+        raise ValueError(
+            f"trainer.lr_scheduler.total_steps={schedule.total_steps} ends the decay before loop.steps={steps} are done"
+        )
+
+
+def check_world_size(trainer: TrainerConfig, processes: int) -> None:
+    """Raise ValueError if `trainer.parallelism` does not come to the trainer's processes (`mesh.trainer_processes`)."""
+    parallelism = trainer.parallelism
+    copies, shards = parallelism.data_parallel_replicate_degree, parallelism.data_parallel_shard_degree
+    matrices = parallelism.tensor_parallel_degree
+    wanted = copies * matrices * max(shards, 1)
+    if (processes % wanted if shards == -1 else processes - wanted) != 0:
+        raise ValueError(
+            f"trainer.parallelism asks for data_parallel_replicate_degree={copies} x "
+            f"data_parallel_shard_degree={shards} x tensor_parallel_degree={matrices} processes, "
+            f"but mesh.trainer_processes={processes}"
+        )

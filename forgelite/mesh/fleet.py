@@ -52,12 +52,17 @@ class Fleet:
 
     async def together(self, *calls: Awaitable[Any]) -> list[Any]:
         """The results of all calls; the first error, or the death of a station, ends the others and is raised."""
-        work = asyncio.gather(*calls)
-        await asyncio.wait({work, self.died}, return_when=asyncio.FIRST_COMPLETED)
-        if not work.done():
-            work.cancel()
-            await self.died  # raises
-        return work.result()
+        tasks = [asyncio.ensure_future(call) for call in calls]
+        work = asyncio.gather(*tasks)
+        try:
+            await asyncio.wait({work, self.died}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                await asyncio.shield(self.died)  # raises
+            return work.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(work, *tasks, return_exceptions=True)
 
     async def __aenter__(self) -> Fleet:
         self._watch.enter_context(watch_faults(self._on_fault))

@@ -18,7 +18,6 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.protocols.model_spec import ModelSpec
 
 from forgelite.errors import ConfigError, WeightMismatch
-from forgelite.model.hf_config import read_config
 from forgelite.model.spec import ModelDefinition
 
 _SHARD_BYTES = 5 * 2**30
@@ -133,8 +132,8 @@ def write_hf_folder(folder: Path, definition: ModelDefinition, tensors: Iterable
         dtype = _write_safetensors(work, tensors)
         config = {k: v for k, v in definition.hf_config.items() if k != "torch_dtype"} | {"dtype": dtype}
         (work / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        if definition.folder is not None:
-            _copy_companions(definition.folder, work)
+        for source in definition.companions:
+            _copy_companions(source, work)
         work.chmod(0o777 & ~_umask())
         replace_folder(work, folder)
     except BaseException:
@@ -220,7 +219,6 @@ def _name_shards(folder: Path, shards: list[dict[str, Any]], total: int) -> None
 
 
 def _copy_companions(source: Path, target: Path) -> None:
-    read_config(source)  # the folder is still there, and still a model's
     for file in sorted(source.iterdir()):
         if file.is_file() and file.name != "config.json" and not file.name.endswith(_WEIGHT_SUFFIXES):
             shutil.copyfile(file, target / file.name)

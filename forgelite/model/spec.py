@@ -53,6 +53,9 @@ class ModelDefinition:
     spec: ModelSpec
     hf_config: dict[str, Any]  # config.json, as read or as made up
     folder: Path | None  # Hugging Face folder with the starting weights; None: random ones
+    companions: tuple[
+        Path, ...
+    ]  # folders whose other files (tokenizer, generation config) belong to the model; the last wins
 
 
 def define_model(config: ModelConfig, *, device: torch.device, max_seq_len: int) -> ModelDefinition:
@@ -83,7 +86,8 @@ def define_model(config: ModelConfig, *, device: torch.device, max_seq_len: int)
     spec = _spec(replace(arch, max_positions=max_seq_len), config.flavor or "hf")
     if device.type == "cpu":
         use_cpu_attention(spec.model)
-    return ModelDefinition(arch=arch, spec=spec, hf_config=hf_config, folder=folder)
+    companions = tuple(Path(p) for p in (config.path, config.tokenizer) if p is not None)
+    return ModelDefinition(arch=arch, spec=spec, hf_config=hf_config, folder=folder, companions=companions)
 
 
 def _named_architecture(name: str, flavor: str) -> Architecture:

@@ -12,9 +12,11 @@ from forgelite.types import Group, Score
 
 
 def reward_metrics(scores: Sequence[Score]) -> dict[str, Any]:
-    """`reward/mean`, `reward/std` and the mean of each part, over every sample that was scored since the last step.
+    """`reward/mean`, `reward/std` and the mean of each part.
 
-    Samples of filtered groups are in it: a mean over what was trained alone would hide them.
+    Args:
+        scores: of what the step trained and of what was filtered since the step before; a mean over trained samples
+            alone would hide those of filtered groups.
     """
     if not scores:
         return {}

@@ -73,7 +73,9 @@ class _Silent:
 
 
 class _PlainLines:
-    """One line an event: for logs and CI."""
+    """For logs and CI: a line for each event, and for the steps about LINES lines in all."""
+
+    LINES = 40
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
@@ -85,7 +87,11 @@ class _PlainLines:
         print(f"note: {text}", flush=True)
 
     def step(self, line: Mapping[str, Any]) -> None:
-        parts = [f"step {line['step']}/{self._steps}"]
+        step = line["step"]
+        evaluated = any(line.get(name) is not None for name in ("eval/reward", "eval/loss"))
+        if self._steps > self.LINES and step > self.LINES // 2 and step % (self._steps // self.LINES) and not evaluated:
+            return
+        parts = [f"step {step}/{self._steps}"]
         parts += [f"{label} {form.format(line[key])}" for label, key, form in ROWS if line.get(key) is not None]
         ledger = {s: line[f"ledger/{s}"] for s in LEDGER if line.get(f"ledger/{s}")}
         if ledger:

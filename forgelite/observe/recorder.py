@@ -10,14 +10,17 @@
 
 from __future__ import annotations
 
+import fcntl
+import itertools
 import json
 import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TextIO
 
+from forgelite.errors import ConfigError
 from forgelite.observe.metrics import MetricsLog
 from forgelite.observe.progress import Progress
 from forgelite.observe.report import write_json, write_text
@@ -25,23 +28,46 @@ from forgelite.observe.rollouts import RolloutLog
 from forgelite.types import Group
 
 
-def claim_folder(folder: Path, *, resume: bool) -> Path | None:
-    """Make the run folder. An earlier run in it is moved aside, never overwritten.
+def claim_folder(folder: Path, *, resume: bool) -> tuple[TextIO, Path | None]:
+    """Make the run folder and take it for this process. An earlier run in it is moved aside, never overwritten.
 
     Args:
         folder: `run.dir`.
         resume: go on in what is there.
 
     Returns:
-        Where the earlier run is now; None if there was none, or it is resumed.
+        The claim, which lasts until it is closed or the process ends; and where the earlier run is now (None if
+        there was none, or it is resumed).
+
+    Raises:
+        ConfigError: another process has claimed the folder.
     """
-    moved = None
+    folder.mkdir(parents=True, exist_ok=True)
+    claim, moved = _lock(folder), None
     if not resume and (folder / "config.yaml").exists():
         began = datetime.fromtimestamp((folder / "config.yaml").stat().st_mtime)
-        moved = folder.with_name(f"{folder.name}-{began:%Y%m%d-%H%M%S}")
+        moved = _unused(folder.with_name(f"{folder.name}-{began:%Y%m%d-%H%M%S}"))
         folder.rename(moved)
-    folder.mkdir(parents=True, exist_ok=True)
-    return moved
+        claim.close()
+        folder.mkdir()
+        claim = _lock(folder)
+    return claim, moved
+
+
+def _lock(folder: Path) -> TextIO:
+    file = (folder / ".lock").open("w", encoding="utf-8")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise ConfigError(f"run.dir={folder} is in use by another run that is still going") from None
+    return file
+
+
+def _unused(path: Path) -> Path:
+    return next(
+        p for n in itertools.count() if not (p := path if n == 0 else path.with_name(f"{path.name}-{n}")).exists()
+    )
 
 
 class Recorder:
@@ -61,6 +87,7 @@ class Recorder:
         wandb: bool,
         rollouts_per_step: int | None,
         first_step: int = 0,
+        claim: TextIO | None = None,
     ) -> None:
         """Args:
         folder: the run folder, which exists.
@@ -69,11 +96,15 @@ class Recorder:
         tensorboard, wandb, rollouts_per_step: `metrics.*`.
         first_step: where a resumed run goes on; what its predecessor wrote of later steps is removed, since
             they will be done again.
+        claim: of the folder, given up with the recorder.
         """
         self._folder = folder
+        self._claim = claim
         self._progress = progress
         self._started = time.monotonic()
         self._summary: dict[str, Any] = {"steps": first_step}
+        if first_step:
+            self._go_on()
         for name in ("metrics.jsonl", "rollouts.jsonl"):
             _drop_steps_after(folder / name, first_step)
         (folder / "config.yaml").write_text(config_yaml, encoding="utf-8")
@@ -89,8 +120,11 @@ class Recorder:
         for name in ("eval/reward", "eval/loss"):
             if line.get(name) is not None:
                 self._summary.setdefault(name, {"before": line[name]})["after"] = line[name]
-        self._summary |= {n: v for n, v in line.items() if n.startswith("ledger/") and n.count("/") == 1}
         self._progress.step(line)
+
+    def on_end(self, metrics: Mapping[str, Any]) -> None:
+        """Keep the final account for the summary."""
+        self._summary |= {name: value for name, value in metrics.items() if name.count("/") == 1}
 
     def on_note(self, text: str) -> None:
         """Show something that the user should know."""
@@ -115,10 +149,20 @@ class Recorder:
             {
                 "exit_reason": reason,
                 "error": f"{type(error).__name__}: {error}" if reason == "failed" else None,
-                "seconds": round(time.monotonic() - self._started, 3),
                 **self._summary,
+                "seconds": round(self._summary.get("seconds", 0.0) + time.monotonic() - self._started, 3),
             },
         )
+        if self._claim is not None:
+            self._claim.close()
+
+    def _go_on(self) -> None:
+        """Take over from the run that is resumed what the summary says of the whole run."""
+        path = self._folder / "summary.json"
+        if path.exists():  # a run that was killed has left none
+            before = json.loads(path.read_text(encoding="utf-8"))
+            kept = ("seconds", "eval/reward", "eval/loss")
+            self._summary |= {name: before[name] for name in kept if name in before}
 
 
 def _exit_reason(error: BaseException | None) -> str:

@@ -12,6 +12,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+WINDOW = 5  # steps over which the curves average a rate
+
 
 def write_text(path: Path, text: str) -> None:
     """Write a file all at once: a reader sees the old one or the new one."""
@@ -39,6 +41,17 @@ def series(lines: Sequence[Mapping[str, Any]], name: str) -> tuple[list[int], li
     """Steps and values of one metric, where it was logged."""
     points = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
     return [step for step, _ in points], [value for _, value in points]
+
+
+def windowed_rate(lines: Sequence[Mapping[str, Any]], name: str, window: int) -> tuple[list[int], list[float]]:
+    """Steps and values of a rate over the last `window` steps: the sum of numerators over that of denominators."""
+    steps, numerators = series(lines, f"{name}/numerator")
+    _, denominators = series(lines, f"{name}/denominator")
+    values = []
+    for end in range(1, len(steps) + 1):
+        span = slice(max(0, end - window), end)
+        values.append(sum(numerators[span]) / (sum(denominators[span]) or 1.0))
+    return steps, values
 
 
 def age_histogram(lines: Sequence[Mapping[str, Any]]) -> Counter[int]:
@@ -76,11 +89,8 @@ def draw_curves(lines: Sequence[Mapping[str, Any]], path: Path, title: str) -> N
     ages.set(xlabel="age at the loss, in versions", title="trained trajectories by age")
     ages.set_xticks(range(max(histogram, default=0) + 1))
 
-    for name, label, colour in (
-        ("idle/trainer", "trainer", "tab:orange"),
-        ("idle/policy", "policy", "tab:red"),
-    ):
-        idle.plot(*series(lines, name), color=colour, label=label)
-    idle.set(xlabel="step", ylim=(0, 1.02), title="idle share of each step")
+    for name, label, colour in (("idle/trainer", "trainer", "tab:orange"), ("idle/policy", "policy", "tab:red")):
+        idle.plot(*windowed_rate(lines, name, WINDOW), color=colour, label=label)
+    idle.set(xlabel="step", ylim=(0, 1.02), title=f"idle share, over {WINDOW} steps")
     idle.legend(loc="upper right", fontsize="small")
     figure.savefig(path, dpi=110)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
@@ -195,6 +196,8 @@ class ActorCalls:
 
 
 def _build(model_path: str, engine: dict[str, Any], seed: int, swap: Literal["copy", "zero_copy"]) -> Any:
+    # While vLLM is imported it logs before it has read its own log level (VLLM_LOGGING_LEVEL).
+    logging.getLogger("vllm").setLevel(logging.ERROR)
     from forgelite.policy.engine import build_engine  # imports torch and vLLM: many seconds
 
     return build_engine(model_path, engine=engine, seed=seed, swap=swap)

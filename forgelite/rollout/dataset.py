@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import random
 from collections import deque
@@ -10,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from forgelite.config import import_object
 from forgelite.errors import ConfigError
 from forgelite.types import Prompt
 
@@ -39,19 +39,6 @@ def load_rows(source: str, args: Mapping[str, Any], key: str) -> list[Row]:
     return rows
 
 
-def import_object(path: str, key: str) -> Callable[..., Any]:
-    """The object named by `package.module:name`; raises ConfigError that names `key`."""
-    module, colon, name = path.partition(":")
-    if not colon or not module or not name:
-        raise ConfigError(f"{key}: {path!r} is not of the form package.module:name")
-    try:
-        return getattr(importlib.import_module(module), name)
-    except ImportError as error:
-        raise ConfigError(f"{key}: cannot import {module}: {error}") from error
-    except AttributeError:
-        raise ConfigError(f"{key}: module {module} has no {name}") from None
-
-
 def _read_jsonl(path: Path, key: str) -> list[Row]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -66,6 +53,16 @@ def _read_jsonl(path: Path, key: str) -> list[Row]:
         except json.JSONDecodeError as error:
             raise ConfigError(f"{key}: line {number} of {path} is not JSON: {error.msg}") from None
     return rows
+
+
+def check_column(rows: Sequence[Row], column: str, kinds: tuple[type, ...], key: str) -> None:
+    """Raise ConfigError, naming the config key and the first row, unless every row has one of `kinds` in `column`."""
+    for number, row in enumerate(rows):
+        if not isinstance(row.get(column), kinds):
+            wanted = " or ".join(kind.__name__ for kind in kinds)
+            raise ConfigError(
+                f"{key}: row {number} has {type(row.get(column)).__name__} in column {column!r}, not {wanted}"
+            )
 
 
 class PromptStream:

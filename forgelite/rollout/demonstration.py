@@ -1,13 +1,43 @@
-"""A demonstration as a trajectory, so that supervised fine-tuning shares packing and trainer with everything else."""
+"""Demonstrations as trajectories, so that supervised fine-tuning shares packing and trainer with everything else."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterator
 
 from forgelite.errors import ConfigError
 from forgelite.rollout.tokenizer import Tokenizer
 from forgelite.types import Prompt, Trajectory
 
 
-def demonstration(prompt: Prompt, *, tokenizer: Tokenizer, column: str, max_tokens: int) -> Trajectory:
+class Demonstrations:
+    """An endless stream of demonstrations. Those that do not fit are left out and counted in `skipped`."""
+
+    def __init__(self, prompts: Iterator[Prompt], make: Callable[[Prompt], Trajectory | None], *, rows: int) -> None:
+        """Args:
+        prompts: the endless walk over the dataset.
+        make: makes a demonstration, or None where it does not fit; see `demonstration`.
+        rows: of the dataset: if so many in a row do not fit, none does.
+        """
+        self._prompts = prompts
+        self._make = make
+        self._rows = rows
+        self.skipped = 0
+
+    def __iter__(self) -> Demonstrations:
+        return self
+
+    def __next__(self) -> Trajectory:
+        for _ in range(self._rows):
+            made = self._make(next(self._prompts))
+            if made is not None:
+                return made
+            self.skipped += 1
+        raise ConfigError(
+            f"data.train: not one of {self._rows} demonstrations fits trainer.training.seq_len with its prompt"
+        )
+
+
+def demonstration(prompt: Prompt, *, tokenizer: Tokenizer, column: str, max_tokens: int) -> Trajectory | None:
     """The prompt, masked out of the loss, followed by the answer and the end of the sequence.
 
     Args:
@@ -16,29 +46,19 @@ def demonstration(prompt: Prompt, *, tokenizer: Tokenizer, column: str, max_toke
         column: of the row, with the answer's text (`data.answer`).
         max_tokens: longest sequence that can be trained (`trainer.training.seq_len`).
 
-    Raises:
-        ConfigError: there is no text in that column, or prompt and answer together are too long.
+    Returns:
+        None where there is no prompt, or prompt and answer together are too long.
     """
-    answer = prompt.row.get(column)
-    if not isinstance(answer, str):
-        raise ConfigError(
-            f"data.answer: row {prompt.prompt_id} has {type(answer).__name__} in column {column!r}, not a text"
-        )
-    if tokenizer.eos_token_id is None:
-        raise ConfigError("model.tokenizer: it has no end-of-sequence token to end a demonstration with")
-    answer_ids = [*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id]
-    size = len(prompt.token_ids) + len(answer_ids)
-    if size > max_tokens or not prompt.token_ids:
-        raise ConfigError(
-            f"data.train: row {prompt.prompt_id} has {len(prompt.token_ids)} tokens of prompt and {len(answer_ids)} of "
-            f"answer; there must be a prompt, and trainer.training.seq_len={max_tokens} must hold both"
-        )
+    answer = prompt.row[column]
+    token_ids = [*prompt.token_ids, *tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id]
+    if len(token_ids) > max_tokens or not prompt.token_ids:
+        return None
     return Trajectory(
         trajectory_id=prompt.prompt_id,
         group_id=prompt.prompt_id,
-        token_ids=[*prompt.token_ids, *answer_ids],
-        loss_mask=[i >= len(prompt.token_ids) for i in range(size)],
-        logprobs=[0.0] * size,
+        token_ids=token_ids,
+        loss_mask=[i >= len(prompt.token_ids) for i in range(len(token_ids))],
+        logprobs=[0.0] * len(token_ids),
         spans=[],
         finish_reason="stop",
         completion_text=answer,

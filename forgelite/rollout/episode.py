@@ -12,14 +12,16 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hashlib
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol
+from collections.abc import Awaitable, Sequence
+from typing import Protocol, TypeVar
 
 from forgelite.errors import DeadlineExceeded, GenerationFailed, RequestRejected
 from forgelite.observe.gates import within
-from forgelite.rollout.environment import Environment, EnvironmentFactory, SingleTurn
+from forgelite.rollout.environment import Environment, EnvironmentFactory, SingleTurn, Transition
 from forgelite.rollout.tokenizer import Tokenizer
 from forgelite.types import Completion, Failure, GroupRequest, Prompt, SamplingParams, Trajectory
+
+T = TypeVar("T")
 
 
 class Generator(Protocol):
@@ -48,24 +50,30 @@ class Rollout:
 
     async def run(self, group_id: str, prompt: Prompt, size: int) -> list[Trajectory | Failure]:
         """Roll out `size` members; entry i is the trajectory `<group_id>/<i>` or why there is none."""
-        environments = [self.environment(self.tokenizer) for _ in range(size)]
-        try:
-            return await within(
-                self.timeout_s, self._run(group_id, prompt, environments), f"the rollouts of group {group_id}"
+        begun = await _typed(self._begin(group_id, prompt, size), self.timeout_s, f"the first turn of group {group_id}")
+        if isinstance(begun, Failure):
+            return [begun] * size
+        environments, completions = begun
+        return await asyncio.gather(
+            *(
+                _typed(
+                    self._continue(f"{group_id}/{i}", group_id, environment, completion),
+                    self.timeout_s,
+                    f"the later turns of {group_id}/{i}",
+                )
+                for i, (environment, completion) in enumerate(zip(environments, completions, strict=True))
             )
-        except DeadlineExceeded as error:
-            return [Failure(reason="timeout", message=str(error))] * size
-        except RequestRejected as error:
-            return [Failure(reason="rejected", message=str(error))] * size
-        except GenerationFailed as error:
-            return [Failure(reason="generation", message=str(error))] * size
+        )
 
-    async def _run(
-        self, group_id: str, prompt: Prompt, environments: Sequence[Environment]
-    ) -> list[Trajectory | Failure]:
-        starts = await asyncio.gather(*(_guarded(e.reset(prompt)) for e in environments))
-        if failed := next((s for s in starts if isinstance(s, Failure)), None):
-            return [failed] * len(environments)
+    async def _begin(
+        self, group_id: str, prompt: Prompt, size: int
+    ) -> tuple[list[Environment], Sequence[Completion | Failure]]:
+        """The environments of a group and the first completion of each."""
+        try:
+            environments = [self.environment(self.tokenizer) for _ in range(size)]
+            starts = await asyncio.gather(*(e.reset(prompt) for e in environments))
+        except Exception as error:  # the user's code
+            raise _EnvironmentFailed(f"{type(error).__name__}: {error}") from error
         budget = self.max_tokens - len(starts[0])
         if budget < 1:
             raise RequestRejected(
@@ -81,31 +89,23 @@ class Rollout:
         )
         if any(tuple(s) != request.prompt_ids for s in starts):
             raise GenerationFailed(f"group {group_id}: the environment does not begin alike for every member")
-        completions = await self.generator.generate_group(request)
-        return await asyncio.gather(
-            *(
-                self._continue(f"{group_id}/{i}", group_id, environment, completion)
-                for i, (environment, completion) in enumerate(zip(environments, completions, strict=True))
-            )
-        )
+        return environments, await self.generator.generate_group(request)
 
     async def _continue(
         self, trajectory_id: str, group_id: str, environment: Environment, first: Completion | Failure
     ) -> Trajectory | Failure:
         if isinstance(first, Failure):
             return first
-        if first.finish_reason == "abort":
-            return Failure(reason="aborted", message=f"{trajectory_id} was aborted")
-        trajectory = _begin(trajectory_id, group_id, first.prompt_ids)
+        trajectory = _empty_trajectory(trajectory_id, group_id, first.prompt_ids)
         completion, texts = first, []
         for turn in range(1, self.max_turns + 1):
+            if completion.finish_reason == "abort":
+                return Failure(reason="aborted", message=f"{trajectory_id} was aborted in turn {turn}")
             if not completion.token_ids:
                 return Failure(reason="empty", message=f"{trajectory_id}: turn {turn} has no tokens")
             _append_completion(trajectory, completion)
             texts.append(self.tokenizer.decode(completion.token_ids, skip_special_tokens=True))
-            transition = await _guarded(environment.step(completion))
-            if isinstance(transition, Failure):
-                return transition
+            transition = await _step(environment, completion)
             _add_reward(trajectory, transition.reward)
             if transition.done or turn == self.max_turns:
                 break
@@ -114,19 +114,14 @@ class Rollout:
                 trajectory.finish_reason = "length"
                 break
             _append_observation(trajectory, transition.observation)
-            try:
-                (following,) = await self.generator.generate_group(
-                    GroupRequest(
-                        request_id=f"{trajectory_id}/{turn}",
-                        prompt_ids=tuple(trajectory.token_ids),
-                        sampling=self._sampling(f"{trajectory_id}/{turn}", budget),
-                        session=group_id,
-                    )
+            (following,) = await self.generator.generate_group(
+                GroupRequest(
+                    request_id=f"{trajectory_id}/{turn}",
+                    prompt_ids=tuple(trajectory.token_ids),
+                    sampling=self._sampling(f"{trajectory_id}/{turn}", budget),
+                    session=group_id,
                 )
-            except RequestRejected as error:
-                return Failure(reason="rejected", message=str(error))
-            except GenerationFailed as error:
-                return Failure(reason="generation", message=str(error))
+            )
             if isinstance(following, Failure):
                 return following
             completion = following
@@ -146,7 +141,7 @@ def derive_seed(seed: int, name: str) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=4).digest(), "big") >> 1
 
 
-def _begin(trajectory_id: str, group_id: str, prompt_ids: Sequence[int]) -> Trajectory:
+def _empty_trajectory(trajectory_id: str, group_id: str, prompt_ids: Sequence[int]) -> Trajectory:
     size = len(prompt_ids)
     return Trajectory(
         trajectory_id=trajectory_id,
@@ -179,12 +174,29 @@ def _append_observation(trajectory: Trajectory, observation: Sequence[int]) -> N
     trajectory.logprobs += [0.0] * len(observation)
 
 
-async def _guarded(step: Awaitable) -> object | Failure:
-    """An environment is the user's code: what it raises is a failure of its own trajectory."""
+class _EnvironmentFailed(Exception):
+    """The user's environment raised, or returned something that is no transition."""
+
+
+async def _step(environment: Environment, completion: Completion) -> Transition:
     try:
-        return await step
-    except Exception as error:
-        return Failure(reason="environment", message=f"{type(error).__name__}: {error}")
+        transition = await environment.step(completion)
+    except Exception as error:  # the user's code
+        raise _EnvironmentFailed(f"{type(error).__name__}: {error}") from error
+    if not isinstance(transition, Transition):
+        raise _EnvironmentFailed(f"step returned {type(transition).__name__}, not a Transition")
+    return transition
 
 
-GroupRunner = Callable[[str, Prompt, int], Awaitable[list[Trajectory | Failure]]]
+async def _typed(work: Awaitable[T], seconds: float, gate: str) -> T | Failure:
+    """Await with a deadline; what goes wrong with this rollout alone is a Failure, what ends the run is raised."""
+    try:
+        return await within(seconds, work, f"{gate} (rollout.timeout_s)")
+    except DeadlineExceeded as error:
+        return Failure(reason="timeout", message=str(error))
+    except RequestRejected as error:
+        return Failure(reason="rejected", message=str(error))
+    except GenerationFailed as error:
+        return Failure(reason="generation", message=str(error))
+    except _EnvironmentFailed as error:
+        return Failure(reason="environment", message=str(error))

@@ -80,7 +80,7 @@ async def score_group(
     if scored.failed and drop_group_on_failure:
         reason = "group_failed"
     elif filter_zero_variance and has_no_variance([t.score.reward for t in kept]):
-        reason = "zero_variance"
+        reason = "zero_variance" if len(kept) > 1 else "no_baseline"  # the others have failed
     else:
         if reference is not None:
             for trajectory, logprobs in zip(kept, await reference(kept), strict=True):

@@ -22,7 +22,7 @@ class ReferenceActor(Actor):
         self._reference: Reference | None = None
 
     @concurrent_endpoint
-    async def setup(self, model: ModelConfig, max_seq_len: int, seed: int, temperature: float) -> None:
+    async def setup(self, model: ModelConfig, max_seq_len: int, seed: int, temperature: float, rows: int) -> None:
         """Load the starting model.
 
         Raises:
@@ -32,7 +32,7 @@ class ReferenceActor(Actor):
         def build() -> Reference:
             from forgelite.scoring.reference import Reference
 
-            return Reference.build(model, max_seq_len=max_seq_len, seed=seed, temperature=temperature)
+            return Reference.build(model, max_seq_len=max_seq_len, seed=seed, temperature=temperature, rows=rows)
 
         self._reference = await asyncio.get_running_loop().run_in_executor(self._thread, build)
 

@@ -6,13 +6,13 @@ This module, like the user's reward, runs in the reward process; nothing here im
 from __future__ import annotations
 
 import asyncio
-import importlib
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from forgelite.config import import_object
 from forgelite.errors import ConfigError
 from forgelite.scoring.deadline_thread import DeadlineThread
 from forgelite.types import Failure, Score
@@ -33,6 +33,8 @@ class RewardSample:
     environment_reward: float | None = None  # None: the environment gave none
 
 
+PROCESS = "process"  # the reason of a failure that is the reward process's and not the sample's
+
 RewardFunction = Callable[[RewardSample], float | Awaitable[float]]
 
 
@@ -48,14 +50,10 @@ class WeightedReward:
 
 def load_reward(path: str, *, name: str | None, weight: float, timeout_s: float) -> WeightedReward:
     """Import `package.module:function`. Raises ConfigError that names the reward."""
-    module, _, function = path.partition(":")
-    try:
-        loaded = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"reward.functions: cannot load {path}: {error}") from error
+    loaded = import_object(path, "reward.functions")
     if not callable(loaded):
         raise ConfigError(f"reward.functions: {path} is a {type(loaded).__name__}, not a function")
-    return WeightedReward(name=name or function, function=loaded, weight=weight, timeout_s=timeout_s)
+    return WeightedReward(name=name or path.rpartition(":")[2], function=loaded, weight=weight, timeout_s=timeout_s)
 
 
 class Scorer:

@@ -13,16 +13,28 @@ import math
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
+from forgelite.config import RewardConfig
 from forgelite.errors import DeadlineExceeded, StationDied
 from forgelite.observe.gates import within
 from forgelite.scoring.coalesce import Coalescer
-from forgelite.scoring.reward import RewardSample
+from forgelite.scoring.reward import PROCESS, RewardSample
 from forgelite.scoring.reward_actor import ScoringReply
 from forgelite.types import Failure, Score
 
 logger = logging.getLogger(__name__)
 
 MAX_REPLACEMENTS_IN_A_ROW = 3
+
+
+def seconds_to_score(reward: RewardConfig, samples: int, calls: int) -> float:
+    """How long a process may take for `samples` samples in `calls` calls when every reward uses up its deadline.
+
+    The samples of all calls share the slots of a process (threads for sync rewards; an async one has
+    `max_concurrency`, which is counted as threads too, to be on the safe side), and so do the rewards.
+    """
+    slots = min(reward.max_threads, reward.max_concurrency)
+    rounds = math.ceil(samples / slots) + calls  # the shares of a call may not come out even
+    return rounds * sum(f.timeout_s for f in reward.functions) + 10.0
 
 
 class RewardProcess(Protocol):
@@ -45,21 +57,19 @@ class RewardClient:
         process: RewardProcess,
         *,
         replace: Callable[[], Awaitable[RewardProcess]],
-        timeout_s: float,
-        max_threads: int,
+        seconds_for: Callable[[int, int], float],
         max_hung_threads: int,
     ) -> None:
         """Args:
         process: the first process.
         replace: starts another one.
-        timeout_s: the longest deadline among the rewards.
-        max_threads: threads in the process, which bounds how long a call can take.
+        seconds_for: how long a process may take that has (samples, calls) to answer; see `seconds_to_score`.
         max_hung_threads: hanging threads at which the process is replaced.
         """
         self._process = process
         self._replace = replace
-        self._timeout_s = timeout_s
-        self._max_threads = max_threads
+        self._seconds_for = seconds_for
+        self._open_samples = self._open_calls = 0  # asked for and not answered
         self._max_hung_threads = max_hung_threads
         self._replacing: asyncio.Lock = asyncio.Lock()
         self._replaced_in_a_row = 0
@@ -75,13 +85,17 @@ class RewardClient:
 
     async def _score(self, samples: Sequence[RewardSample]) -> Sequence[Score | Failure]:
         process = self._process
-        # Every sample may use up its deadline, and the threads share them; then there is time for the reply.
-        deadline = self._timeout_s * (math.ceil(len(samples) / self._max_threads) + 1) + 5.0
+        self._open_samples += len(samples)
+        self._open_calls += 1
+        deadline = self._seconds_for(self._open_samples, self._open_calls)
         try:
             reply = await within(deadline, process.score(samples), "the reward process")
         except (StationDied, DeadlineExceeded) as error:
             await self._replace_process(process, str(error))
-            return [Failure(reason="process", message=f"reward process: {error}")] * len(samples)
+            return [Failure(reason=PROCESS, message=f"reward process: {error}")] * len(samples)
+        finally:
+            self._open_samples -= len(samples)
+            self._open_calls -= 1
         self._replaced_in_a_row = 0
         if reply.hung_threads >= self._max_hung_threads:
             await self._replace_process(process, f"{reply.hung_threads} threads hang in rewards")

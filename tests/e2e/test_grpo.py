@@ -51,12 +51,13 @@ def test_held_out_accuracy_rises(asynchronous: Path):
     assert summary["steps"] == 40
     assert summary["seconds"] > 0
     assert summary["eval/reward"]["before"] <= 0.35
-    assert summary["eval/reward"]["after"] >= 0.75
+    assert summary["eval/reward"]["after"] >= 0.85
 
 
 def test_the_run_folder_is_complete(asynchronous: Path):
     assert {p.name for p in asynchronous.iterdir()} == {
         *(
+            ".lock",
             "config.yaml",
             "metrics.jsonl",
             "rollouts.jsonl",
@@ -83,8 +84,8 @@ def test_every_step_logs_the_metrics_of_the_contract(asynchronous: Path):
     assert [line["step"] for line in lines] == [line["version"] for line in lines] == list(range(1, 41))
     seen = {name for line in lines for name in line}
     assert names <= seen
-    # nothing was scored, or no update is through yet
-    always = {name for name in names if not name.startswith("sync/")} - {"reward/mean", "reward/std"}
+    # of an update that is through, if there was one
+    always = {name for name in names if not name.startswith("sync/")}
     assert all(always <= line.keys() for line in lines)
 
 

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from apps.toy.task import problems
 from forgelite.observe.metrics import read_metrics
+from tests.apps import run_app
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -41,3 +42,16 @@ def test_the_model_loads_in_transformers_and_has_learned_three_answers(warm_star
     ]
     assert sum(known) > 0.8 * len(rows)
     assert sum(answer == row["answer"] for answer, row in zip(answers, rows, strict=True)) < 0.4 * len(rows)
+
+
+def test_a_model_by_name_with_random_weights_gets_the_tokenizer_it_was_given(toy_base: Path, tmp_path: Path):
+    finished = run_app(
+        "apps.sft.main",
+        *("--config", "configs/sft/toy.yaml", f"run.dir={tmp_path / 'run'}", "model.path=null"),
+        *("model.name=qwen3", "model.flavor=debugmodel", f"model.tokenizer={toy_base}"),
+        *("loop.steps=1", "loop.batch_size=8", "eval.max_prompts=8"),
+    )
+    assert finished.returncode == 0, finished.output
+    folder = tmp_path / "run" / "checkpoints" / "hf"
+    assert AutoTokenizer.from_pretrained(folder).encode("abc", add_special_tokens=False) == [2, 3, 4]
+    assert json.loads((folder / "config.json").read_text())["model_type"] == "qwen3"

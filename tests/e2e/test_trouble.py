@@ -30,9 +30,14 @@ def expect_refusal(arguments: list[str], *words: str) -> None:
         ("model.path=nowhere", ["model.path", "nowhere"]),
         ("data.train=nowhere.jsonl", ["data.train", "nowhere.jsonl"]),
         ("data.train_args.count=0", ["data.train", "no rows"]),
-        ("reward.functions.0.path=no.such:thing", ["reward.functions.0.path", "no"]),
+        ("reward.functions.0.path=no.such:thing", ["reward.functions", "no.such"]),
+        ("reward.functions.0.path=apps.toy.task:nothing", ["reward.functions", "apps.toy.task has no nothing"]),
         ("loss={name: custom, path: 'no.such:thing', uses_ratio: true}", ["loss.path", "no.such"]),
         ("loss={name: reinforce}", ["loop.depth=1", "loss.name=reinforce", "loss.corrections"]),
+        ("data.prompt=question", ["data.prompt", "question"]),
+        ("mesh.device=cuda", ["mesh.device=cuda", "no GPU"]),
+        ("policy.sampling.top_p=0.9", ["policy.sampling.top_p=0.9", "biased"]),
+        ("mesh.trainer_processes=3;trainer.parallelism.tensor_parallel_degree=2", ["mesh.trainer_processes=3"]),
     ],
 )
 def test_a_wrong_configuration_is_refused_with_exit_code_2_before_any_actor_starts(toy_base, tmp_path, override, words):
@@ -42,7 +47,7 @@ def test_a_wrong_configuration_is_refused_with_exit_code_2_before_any_actor_star
             "configs/grpo/toy.yaml",
             f"run.dir={tmp_path / 'run'}",
             f"model.path={toy_base}",
-            override,
+            *override.split(";"),
         ],
         *words,
     )
@@ -106,12 +111,16 @@ def test_a_run_whose_rewards_are_all_equal_says_so_and_ends_at_its_deadline(warm
         *toy_arguments(
             warm_start,
             tmp_path / "run",
-            *("reward.functions.0.path=tests.e2e.troublesome:always_one", "loop.batch_timeout_s=5"),
+            *(
+                "reward.functions.0.path=tests.e2e.troublesome:always_one",
+                "loop.batch_timeout_s=5",
+                "rollout.timeout_s=4",
+            ),
         ),
     )
     assert finished.returncode == 1, finished.output
     assert "equal rewards within each group" in finished.output
-    assert "waited 5 s for a training batch: 0 of 16 groups are queued" in finished.output
+    assert "waited 5 s for a training batch (loop.batch_timeout_s): 0 of 16 groups are queued" in finished.output
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["exit_reason"] == "failed"
     assert "training batch" in summary["error"]

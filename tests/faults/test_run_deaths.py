@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from forgelite.observe.metrics import read_metrics
 from tests.apps import (
     RunningApp,
     is_gone,
@@ -31,7 +32,7 @@ def endless_run(warm_start: Path, folder: Path, *overrides: str) -> Iterator[tup
         warm_start, folder, "loop.steps=100000", "eval.every=0", "eval.max_prompts=16", *overrides
     )
     with running_app(folder.with_suffix(".log"), "apps.grpo.main", *arguments) as app:
-        app.wait_for_output("step 5/100000")
+        app.wait_for_output("step 5/")
         children = app.descendants()
         assert len(children) >= 4
         assert shared_memory_of(folder.name)
@@ -60,6 +61,29 @@ def test_the_death_of_an_engine_ends_the_run_within_30_s_with_the_cause(warm_sta
         reason, error = exit_reason(folder)
         assert reason == "failed"
         assert f"station {station} died" in error
+        expect_nothing_left(folder, children)
+
+
+def test_the_death_of_the_reward_process_costs_its_samples_and_not_the_run(warm_start: Path, tmp_path: Path):
+    folder = tmp_path / "killed-reward"
+    with endless_run(warm_start, folder, "loop.steps=60", "metrics.progress=plain") as (app, _):
+        app.station("reward").send_signal(signal.SIGKILL)
+        assert app.wait(90) == 0, app.output
+        assert "replacing the reward process" in app.output
+    assert read_metrics(folder)[-1]["step"] == 60
+
+
+def test_ctrl_c_while_the_engines_start_ends_a_run_cleanly(warm_start: Path, tmp_path: Path):
+    folder = tmp_path / "interrupted-early"
+    with running_app(tmp_path / "log", "apps.grpo.main", *toy_arguments(warm_start, folder)) as app:
+        app.wait_for_output("starting the stations")
+        until(lambda: len(app.descendants()) >= 4, 30)
+        children = app.descendants()
+        app.process.send_signal(signal.SIGINT)
+        assert app.wait(30) == 130
+        assert "Traceback" not in app.output
+        assert "never retrieved" not in app.output
+        assert exit_reason(folder) == ("interrupted", None)
         expect_nothing_left(folder, children)
 
 

@@ -120,6 +120,7 @@ class Recorder:
     lines: list[tuple[int, Mapping[str, Any]]] = field(default_factory=list)
     groups: list[tuple[int, list[Group]]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    final: Mapping[str, Any] = field(default_factory=dict)
 
     async def on_step(self, steps: int, metrics: Mapping[str, Any], groups: Sequence[Group]) -> None:
         self.lines.append((steps, metrics))
@@ -127,6 +128,9 @@ class Recorder:
 
     def on_note(self, text: str) -> None:
         self.notes.append(text)
+
+    def on_end(self, metrics: Mapping[str, Any]) -> None:
+        self.final = metrics
 
 
 @dataclass
@@ -208,7 +212,7 @@ def make_run(
             groups_per_step=groups_per_step,
             group_size=group_size,
             filter_zero_variance=filter_zero_variance,
-            **{"batch_timeout_s": 20.0, **options.pop("loop", {})},
+            **{"batch_timeout_s": 60.0, **options.pop("loop", {})},
         ),
         row_length=64,
         prompts=prompts,

@@ -55,11 +55,20 @@ def test_an_override_reaches_engine_arguments_by_vllm_s_names():
         ("loop.depth=-1", r"loop\.depth: .*given: -1"),
         ("trainer.optimizer.lr=fast", r"trainer\.optimizer\.lr: "),
         ("loop.sync_every=3", r"loop\.sync_every=3.*loop\.depth=1"),
-        ("loop.group_size=1", r"loop\.group_size=1.*loop\.filter_zero_variance"),
+        ("loop.group_size=1", r"loop\.group_size=1.*no baseline"),
         ("loss.clip_low=2", r"loss\.clip_low: .*given: 2"),
         ("loss.clipp_low=0.1", r"loss\.clipp_low: unknown key \(did you mean loss\.clip_low\?\)"),
         ("loss.name=nonsense", r"loss: .*clip"),
-        ("policy.engine.dtype=bfloat16", r"policy\.engine\.dtype=bfloat16.*weights\.transfer_dtype"),
+        ("weights.transfer_dtype=bfloat16", r"weights\.transfer_dtype=bfloat16.*policy\.engine\.dtype=float32"),
+        ("policy.engine.dtype=auto", r"policy\.engine\.dtype=auto.*float32, bfloat16 or float16"),
+        ("policy.sampling.top_p=0.9", r"policy\.sampling\.top_p=0\.9.*biased"),
+        ("policy.sampling.top_k=5", r"policy\.sampling\.top_k=5.*biased"),
+        ("policy.sampling.temperature=3", r"policy\.sampling\.temperature"),
+        ("loop.steps=yes", r"loop: steps must be a number, not True"),
+        ("loop.depth=80", r"loop\.max_groups_queued=1024.*loop\.depth=80.*at least 1296"),
+        ("loop.batch_timeout_s=600", r"loop\.batch_timeout_s=600.*rollout\.timeout_s=600"),
+        ("mesh.trainer_processes=2", r"data_parallel_shard_degree=1.*mesh\.trainer_processes=2"),
+        ("trainer.lr_scheduler.warmup_steps=9", r"warmup_steps=9 exceeds trainer\.lr_scheduler\.total_steps=5"),
         ("policy.sampling.max_tokens=96", r"policy\.sampling\.max_tokens=96.*trainer\.training\.seq_len=96"),
         (
             "policy.engine.max_model_len=128",
@@ -77,8 +86,12 @@ def test_an_override_reaches_engine_arguments_by_vllm_s_names():
     ],
 )
 def test_a_wrong_key_or_value_is_one_error_that_names_it(override, message):
+    given = {  # what the key contradicts, where that is not in the file
+        "mesh.trainer_processes=2": ["trainer.parallelism.data_parallel_shard_degree=1"],
+        "trainer.lr_scheduler.warmup_steps=9": ["trainer.lr_scheduler.total_steps=5"],
+    }.get(override, [])
     with pytest.raises(ConfigError, match=message):
-        load_config(GRPOConfig, TOY, [override])
+        load_config(GRPOConfig, TOY, [*given, override])
 
 
 def test_weights_that_do_not_lie_in_shared_memory_cannot_be_used_in_place():
@@ -143,3 +156,25 @@ def test_every_key_says_what_it_means(schema):
     keys = list(describe_keys(schema))
     assert {"run.dir", "loss.name", "trainer.optimizer.lr"} <= {key for key, *_ in keys}
     assert [key for key, *_, meaning in keys if not meaning] == []
+
+
+def test_a_decay_that_ends_before_the_run_is_refused():
+    with pytest.raises(ConfigError, match=r"total_steps=10 ends the decay before loop\.steps=40"):
+        load_config(GRPOConfig, TOY, ["trainer.lr_scheduler.total_steps=10", "trainer.lr_scheduler.decay_ratio=0.5"])
+
+
+def test_weights_travel_in_the_policy_s_dtype():
+    assert load_config(GRPOConfig, TOY).transfer_dtype == "float32"
+    assert load_config(GRPOConfig, TOY, ["policy.engine.dtype=half"]).transfer_dtype == "float16"
+
+
+@pytest.mark.parametrize("key", ["run.resume", "eval.timeout_s", "mesh.policy_gpus", "metrics.rollouts_per_step"])
+def test_sft_knows_no_key_that_it_would_not_use(key):
+    with pytest.raises(ConfigError, match=f"{key}: unknown key"):
+        load_config(SFTConfig, ROOT / "configs/sft/toy.yaml", [f"{key}=1"])
+
+
+def test_a_number_may_be_written_with_an_exponent():
+    config = load_config(GRPOConfig, TOY, ["policy.engine.gpu_memory_utilization=9e-1", "trainer.optimizer.lr=1e-5"])
+    assert config.policy.engine["gpu_memory_utilization"] == 0.9
+    assert config.trainer.optimizer.lr == 1e-5

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from functools import partial
+from itertools import cycle
 
 import pytest
 
 from forgelite.errors import ConfigError
-from forgelite.rollout.dataset import PromptStream, load_rows
-from forgelite.rollout.demonstration import demonstration
+from forgelite.rollout.dataset import PromptStream, check_column, load_rows
+from forgelite.rollout.demonstration import Demonstrations, demonstration
 from forgelite.rollout.tokenizer import load_tokenizer, prompt_maker, read_vocab_size
 from forgelite.types import Prompt
 from tests.unit.fakes import CharTokenizer
@@ -111,7 +113,22 @@ def test_a_demonstration_trains_the_answer_and_its_end_alone():
     assert trajectory.loss_mask == [False, False, True, True, True]
 
 
-def test_a_demonstration_that_is_too_long_is_named_with_its_key():
-    prompt = Prompt(prompt_id="9", text="ab", token_ids=(7, 8), row={"answer": "cd"})
-    with pytest.raises(ConfigError, match=r"row 9 .*trainer\.training\.seq_len=4"):
-        demonstration(prompt, tokenizer=CharTokenizer(), column="answer", max_tokens=4)
+def test_demonstrations_that_do_not_fit_are_left_out_and_counted():
+    prompts = [Prompt(prompt_id=str(i), text="ab", token_ids=(7, 8), row={"answer": "c" * i}) for i in range(4)]
+    make = partial(demonstration, tokenizer=CharTokenizer(), column="answer", max_tokens=4)
+    stream = Demonstrations(cycle(prompts), make, rows=4)
+    assert [next(stream).trajectory_id for _ in range(4)] == ["0", "1", "0", "1"]
+    assert stream.skipped == 2
+
+
+def test_a_dataset_of_which_nothing_fits_is_an_error_that_names_the_key():
+    prompts = [Prompt(prompt_id="0", text="ab", token_ids=(7, 8), row={"answer": "cdef"})]
+    make = partial(demonstration, tokenizer=CharTokenizer(), column="answer", max_tokens=4)
+    with pytest.raises(ConfigError, match=r"not one of 1 demonstrations fits trainer\.training\.seq_len"):
+        next(Demonstrations(cycle(prompts), make, rows=1))
+
+
+def test_every_row_is_checked_before_a_run_starts():
+    rows = [{"prompt": "a"}, {"prompt": 3}]
+    with pytest.raises(ConfigError, match=r"data\.prompt: row 1 has int in column 'prompt', not str or list"):
+        check_column(rows, "prompt", (str, list), "data.prompt")

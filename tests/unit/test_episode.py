@@ -118,13 +118,38 @@ async def test_an_environment_that_raises_fails_its_own_trajectory_only():
     assert second == Failure(reason="environment", message="RuntimeError: no such tool")
 
 
-async def test_an_environment_that_hangs_ends_at_its_deadline():
+async def test_an_environment_that_hangs_fails_its_own_trajectory_at_its_deadline():
     class Hangs(Countdown):
-        async def step(self, completion: Completion) -> Transition:
-            await asyncio.Event().wait()
+        made = 0
 
-    (failure,) = await make_rollout(Script(), Hangs, timeout_s=0.05).run("g0", PROMPT, 1)
-    assert failure.reason == "timeout"
+        def __init__(self, tokenizer: object) -> None:
+            super().__init__(tokenizer)
+            Hangs.made += 1
+            self.number = Hangs.made
+
+        async def step(self, completion: Completion) -> Transition:
+            if self.number == 1:
+                await asyncio.Event().wait()
+            return Transition(done=True)
+
+    first, second = await make_rollout(Script(), Hangs, timeout_s=0.2).run("g0", PROMPT, 2)
+    assert first.reason == "timeout"
+    assert "rollout.timeout_s" in first.message
+    assert isinstance(second, Trajectory)
+
+
+async def test_a_factory_that_raises_or_a_step_that_returns_nothing_is_a_failure_and_no_crash():
+    class NoTransition(Countdown):
+        async def step(self, completion: Completion):
+            return None
+
+    def broken(tokenizer: object):
+        raise ValueError("no such level")
+
+    (failure,) = await make_rollout(Script(), broken).run("g0", PROMPT, 1)
+    assert failure == Failure(reason="environment", message="ValueError: no such level")
+    (failure,) = await make_rollout(Script(), NoTransition).run("g0", PROMPT, 1)
+    assert failure.message == "step returned NoneType, not a Transition"
 
 
 async def test_what_the_policy_refuses_or_loses_is_a_typed_failure_of_every_member():

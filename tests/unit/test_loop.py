@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from forgelite.buffer.ledger import State
 from forgelite.errors import DeadlineExceeded, ForgeliteError, StationDied
+from forgelite.scoring.reward import PROCESS
 from forgelite.types import Failure, Score
 from tests.unit.fakes import OFFSET, make_run
 
@@ -108,7 +109,9 @@ async def test_a_run_whose_rewards_are_all_equal_says_so_and_ends_at_its_deadlin
     run = make_run(
         filter_zero_variance=True, reward=lambda sample, rng: Score(reward=1.0), loop={"batch_timeout_s": 0.2}
     )
-    with pytest.raises(DeadlineExceeded, match=r"a training batch: 0 of 3 groups are queued.*zero_variance"):
+    with pytest.raises(
+        DeadlineExceeded, match=r"a training batch \(loop\.batch_timeout_s\): 0 of 3 groups are queued.*zero_variance"
+    ):
         await run.loop.run()
     assert "equal rewards" in run.recorder.notes[0]
     assert run.trainer.batches == []
@@ -141,8 +144,63 @@ async def test_a_failed_sample_takes_its_group_along_if_asked():
 
 async def test_a_run_in_which_everything_fails_ends_with_the_reason():
     run = make_run(reward=lambda sample, rng: Failure(reason="raised", message="bad reward"))
-    with pytest.raises(ForgeliteError, match=r"all members of the last 6 groups failed.*bad reward"):
+    with pytest.raises(ForgeliteError, match=r"all members of the last 32 groups failed.*bad reward"):
         await run.loop.run()
+
+
+async def test_the_death_of_the_reward_process_is_left_to_its_client():
+    def dies(sample, rng):
+        if int(sample.sample_id.partition("/")[0].removeprefix("g")) < 40:
+            return Failure(reason=PROCESS, message="the process died")
+        return Score(reward=rng.random())
+
+    run = make_run(steps=2, depth=1, reward=dies)
+    await run.loop.run()
+    assert run.loop.ledger.metrics()["ledger/failed/process"] == 80
+
+
+async def test_a_run_that_waits_says_what_it_waits_for(monkeypatch):
+    monkeypatch.setattr("forgelite.loop.NOTICE_S", 0.05)
+    run = make_run(steps=1)
+    arrived = asyncio.Event()
+    roll_out = run.loop._roll_out
+
+    async def slow(*arguments):
+        await arrived.wait()
+        return await roll_out(*arguments)
+
+    run.loop._roll_out = slow
+    run.recorder.on_note = lambda text: (run.recorder.notes.append(text), arrived.set())
+    await run.loop.run()
+    assert run.recorder.notes[0].startswith("no batch for 0.05 s: 0 of 3 groups are queued, 3 in flight (oldest: g0)")
+
+
+async def test_what_a_station_says_after_the_loop_is_still_heard():
+    died = asyncio.get_running_loop().create_future()
+    run = make_run(steps=2, station_died=died)
+    await run.loop.run()
+    assert not died.cancelled()
+
+
+async def test_the_costs_of_an_update_are_reported_once():
+    run = make_run(steps=6, depth=2, max_policy_age=4, sync_every=3)
+    updates = iter(range(100))
+
+    async def update(version):
+        run.policy.version = version
+        return {"sync/number": next(updates)}
+
+    run.policy.update_weights = update
+    await run.loop.run()
+    assert [m["sync/number"] for _, m in run.recorder.lines if "sync/number" in m] == [0, 1]
+
+
+async def test_the_final_account_is_told_however_the_run_ends():
+    run = make_run(reward=lambda sample, rng: Failure(reason="raised", message="no"))
+    with pytest.raises(ForgeliteError):
+        await run.loop.run()
+    assert run.recorder.final["ledger/in_flight"] == 0
+    assert run.recorder.final["ledger/issued"] == sum(run.recorder.final[f"ledger/{s}"] for s in State)
 
 
 async def test_the_death_of_a_station_ends_the_run_with_its_cause():
@@ -226,7 +284,7 @@ def test_every_schedule_keeps_the_bound_the_account_and_its_capacity(
         filter_zero_variance=True,
         drop_group_on_failure=drop,
         reward=reward,
-        loop={"max_groups_in_flight": 8, "max_groups_queued": 6},
+        loop={"max_groups_in_flight": 8, "max_groups_queued": 6 if depth is None else 15},
     )
     asyncio.run(run.loop.run())
     ledger = run.loop.ledger

@@ -7,13 +7,13 @@ import json
 
 import pytest
 
-from forgelite.errors import DeadlineExceeded
+from forgelite.errors import ConfigError, DeadlineExceeded
 from forgelite.observe.batch_metrics import age_metrics, reward_metrics
 from forgelite.observe.gates import within
 from forgelite.observe.metrics import MetricsLog, Rate, read_metrics
 from forgelite.observe.progress import make_progress
 from forgelite.observe.recorder import Recorder, claim_folder
-from forgelite.observe.report import age_histogram, draw_curves
+from forgelite.observe.report import age_histogram, draw_curves, windowed_rate
 from forgelite.types import Score
 from tests.unit.trajectories import make_group
 
@@ -92,10 +92,10 @@ def test_reward_metrics_hold_every_part():
 
 def record(tmp_path, **options):
     folder = tmp_path / "run"
-    claim_folder(folder, resume=False)
+    claim, _ = claim_folder(folder, resume=False)
     settings = {"tensorboard": False, "wandb": False, "rollouts_per_step": None} | options
     return folder, Recorder(
-        folder, config_yaml="a: 1\n", config={"a": 1}, progress=make_progress("none", 2, "t"), **settings
+        folder, config_yaml="a: 1\n", config={"a": 1}, progress=make_progress("none", 2, "t"), claim=claim, **settings
     )
 
 
@@ -105,10 +105,12 @@ async def test_a_run_folder_holds_config_metrics_rollouts_and_summary(tmp_path):
         await recorder.on_step(0, {"eval/reward": Rate(numerator=1, denominator=4)}, [])
         await recorder.on_step(1, {"reward/mean": 0.5, "ledger/trained": 2}, [make_group("g0")])
         await recorder.on_step(2, {"eval/reward": Rate(numerator=3, denominator=4)}, [make_group("g1")])
+        recorder.on_end({"ledger/trained": 4, "ledger/filtered/zero_variance": 2})
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["exit_reason"] == "completed"
     assert summary["eval/reward"] == {"before": 0.25, "after": 0.75}
     assert summary["steps"] == 2
+    assert summary["ledger/trained"] == 4
     assert (folder / "config.yaml").read_text() == "a: 1\n"
     rollouts = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
     assert [r["trajectory"] for r in rollouts] == ["g0/0", "g0/1", "g1/0", "g1/1"]
@@ -141,13 +143,26 @@ def test_the_summary_says_why_a_run_ended(tmp_path, error, reason):
 
 
 def test_an_earlier_run_is_moved_aside_and_not_overwritten(tmp_path):
-    folder, recorder = record(tmp_path)
-    with recorder:
-        pass
-    moved = claim_folder(folder, resume=False)
-    assert (moved / "summary.json").exists()
-    assert list(folder.iterdir()) == []
-    assert claim_folder(folder, resume=True) is None
+    moved = []
+    for _ in range(3):
+        folder, recorder = record(tmp_path)
+        with recorder:
+            pass
+        claim, old = claim_folder(folder, resume=False)
+        claim.close()
+        moved.append(old)
+        assert {p.name for p in folder.iterdir()} == {".lock"}
+    assert len(set(moved)) == 3
+    assert all((old / "summary.json").exists() for old in moved)
+
+
+def test_a_folder_belongs_to_one_run_at_a_time(tmp_path):
+    claim, _ = claim_folder(tmp_path / "run", resume=False)
+    for resume in (False, True):
+        with pytest.raises(ConfigError, match=r"run\.dir=.*in use by another run"):
+            claim_folder(tmp_path / "run", resume=resume)
+    claim.close()
+    assert claim_folder(tmp_path / "run", resume=True)[1] is None
 
 
 def test_curves_are_drawn_even_from_a_run_without_steps(tmp_path):
@@ -157,14 +172,24 @@ def test_curves_are_drawn_even_from_a_run_without_steps(tmp_path):
         {
             "step": 1,
             "reward/mean": 0.3,
-            "idle/trainer": 0.5,
-            "idle/policy": 0.1,
+            "idle/trainer/numerator": 1,
+            "idle/trainer/denominator": 2,
             "age/histogram": {"0": 3, "1": 1},
         },
     ]
     draw_curves(lines, tmp_path / "curves.png", "t")
     assert age_histogram(lines) == {0: 3, 1: 1}
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_plain_lines_are_few_however_many_steps_there_are(capsys):
+    progress = make_progress("plain", 1000, "a run")
+    for step in range(1001):
+        progress.step({"step": step, "eval/reward": 0.5 if step == 333 else None})
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) < 70
+    assert any(line.startswith("step 333/1000") for line in lines)
+    assert lines[-1].startswith("step 1000/1000")
 
 
 @pytest.mark.parametrize("mode", ["live", "plain", "none"])
@@ -176,6 +201,15 @@ def test_every_display_takes_every_event(mode, capsys):
     progress.close()
     out = capsys.readouterr().out
     assert ("0.500" in out) == (mode != "none")
+
+
+def test_a_rate_over_several_steps_is_a_quotient_of_sums():
+    lines = [
+        {"step": 1, "idle/trainer/numerator": 1, "idle/trainer/denominator": 1},
+        {"step": 2, "idle/trainer/numerator": 0, "idle/trainer/denominator": 3},
+        {"step": 3, "idle/trainer/numerator": 0, "idle/trainer/denominator": 1},
+    ]
+    assert windowed_rate(lines, "idle/trainer", 2) == ([1, 2, 3], [1.0, 0.25, 0.0])
 
 
 async def test_a_resumed_run_goes_on_in_the_same_files_without_the_steps_it_does_again(tmp_path):

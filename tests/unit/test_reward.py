@@ -7,10 +7,11 @@ import threading
 
 import pytest
 
+from forgelite.config import RewardConfig
 from forgelite.errors import ConfigError, StationDied
 from forgelite.scoring.reward import RewardSample, Scorer, WeightedReward, load_reward
 from forgelite.scoring.reward_actor import ScoringReply
-from forgelite.scoring.reward_client import MAX_REPLACEMENTS_IN_A_ROW, RewardClient
+from forgelite.scoring.reward_client import MAX_REPLACEMENTS_IN_A_ROW, RewardClient, seconds_to_score
 from forgelite.scoring.rewards import environment_reward, exact_match, finished, last_number_matches
 from forgelite.types import Failure, Score
 
@@ -84,7 +85,7 @@ async def test_an_async_reward_that_hangs_fails_its_own_sample():
             await asyncio.Event().wait()
         return 1.0
 
-    first, second = await scorer((hangs, 1.0), timeout_s=0.05).score([sample(0, "hang"), sample(1)])
+    first, second = await scorer((hangs, 1.0), timeout_s=0.5).score([sample(0, "hang"), sample(1)])
     assert (first.reason, second.reward) == ("timeout", 1.0)
 
 
@@ -96,7 +97,7 @@ async def test_a_sync_reward_that_hangs_fails_its_own_sample_and_the_rest_of_its
             release.wait()
         return 1.0
 
-    scoring = scorer((hangs, 1.0), timeout_s=0.1, max_threads=1)
+    scoring = scorer((hangs, 1.0), timeout_s=0.5, max_threads=1)
     results = await scoring.score([sample(0), sample(1, "hang"), sample(2), sample(3)])
     assert [isinstance(r, Failure) for r in results] == [False, True, False, False]
     assert results[1].reason == "timeout"
@@ -121,9 +122,17 @@ async def test_hung_threads_are_counted_until_they_end():
     assert scoring.hung_threads == 0
 
 
-@pytest.mark.parametrize("path", ["no.such:thing", "math:nothing", "math", "math:pi"])
-def test_a_reward_that_cannot_be_loaded_is_named(path):
-    with pytest.raises(ConfigError, match=path):
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("no.such:thing", "cannot import no.such"),
+        ("math:nothing", "math has no nothing"),
+        ("math", "'math' is not of the form"),
+        ("math:pi", "math:pi is a float, not a function"),
+    ],
+)
+def test_a_reward_that_cannot_be_loaded_is_named(path, message):
+    with pytest.raises(ConfigError, match=rf"reward\.functions: .*{message}"):
         load_reward(path, name=None, weight=1.0, timeout_s=1.0)
 
 
@@ -150,7 +159,39 @@ def client(*processes: Process) -> RewardClient:
     async def replace():
         return next(rest)
 
-    return RewardClient(processes[0], replace=replace, timeout_s=5, max_threads=2, max_hung_threads=3)
+    return RewardClient(processes[0], replace=replace, seconds_for=lambda samples, calls: 5, max_hung_threads=3)
+
+
+def test_the_deadline_of_a_process_grows_with_all_that_it_has_to_do():
+    functions = [{"path": "m:a", "timeout_s": 10}, {"path": "m:b", "timeout_s": 2}]
+    reward = RewardConfig(functions=functions, max_threads=4, max_concurrency=64)
+    one_call, many_calls = seconds_to_score(reward, 8, 1), seconds_to_score(reward, 64, 8)
+    assert one_call >= 2 * (10 + 2)
+    assert many_calls >= 16 * (10 + 2)
+
+
+async def test_a_slow_process_is_given_time_for_the_samples_of_every_open_call():
+    asked = []
+
+    def seconds_for(samples, calls):
+        asked.append((samples, calls))
+        return 5
+
+    release = asyncio.Event()
+
+    class Slow(Process):
+        async def score(self, samples):
+            await release.wait()
+            return await super().score(samples)
+
+    rewards = RewardClient(Slow(), replace=None, seconds_for=seconds_for, max_hung_threads=3)
+    first = asyncio.ensure_future(rewards.score([sample(0), sample(1)]))
+    await asyncio.sleep(0.01)
+    second = asyncio.ensure_future(rewards.score([sample(2)]))
+    await asyncio.sleep(0.01)
+    release.set()
+    await asyncio.gather(first, second)
+    assert asked == [(2, 1), (3, 2)]
 
 
 async def test_samples_scored_at_the_same_moment_travel_in_one_call():

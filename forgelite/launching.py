@@ -8,9 +8,11 @@ The policy is spawned first: importing vLLM takes longest, so everything else hi
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import platform
 import re
+import secrets
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
@@ -22,7 +24,7 @@ from typing import Any, Literal
 from monarch.actor import this_proc
 
 from forgelite.config import GRPOConfig, MeshConfig, RewardConfig, SFTConfig
-from forgelite.errors import ConfigError, ForgeliteError
+from forgelite.errors import ConfigError
 from forgelite.mesh.environment import station_environment
 from forgelite.mesh.fleet import Fleet
 from forgelite.mesh.processes import Station
@@ -31,16 +33,19 @@ from forgelite.policy.client import PolicyClient
 from forgelite.policy.environment import policy_environment
 from forgelite.scoring.reference_actor import ReferenceActor
 from forgelite.scoring.reward_actor import RewardActor, RewardSpec
-from forgelite.scoring.reward_client import RewardClient
-from forgelite.stations import PolicyHandle, ReferenceHandle, RewardHandle, TrainerHandle
+from forgelite.scoring.reward_client import RewardClient, seconds_to_score
+from forgelite.stations import INNER_FIRST_S, PolicyHandle, ReferenceHandle, RewardHandle, TrainerHandle
 from forgelite.trainer.actor import TrainerActor, TrainerSetup
-from forgelite.weights import SHARED_MEMORY, reclaim, start_directory
+from forgelite.weights import SHARED_MEMORY, reclaim, start_directory, stop_directory
 from forgelite.weights.carriers import choose_carrier
 from forgelite.weights.manifest import Carrier
 from forgelite.weights.opening import StoreSettings, open_sharded_store, open_store
 from forgelite.weights_stations import start_carrier
 
+logger = logging.getLogger(__name__)
+
 Device = Literal["cpu", "cuda"]
+SETUP = "setup (mesh.setup_timeout_s)"
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -106,23 +111,23 @@ async def launch(config: GRPOConfig, *, on_phase: Callable[[str], None] = lambda
     for path in reclaim(SHARED_MEMORY):
         on_phase(f"removed {path}, which a killed run had left behind")
     on_phase(f"starting the stations on {device}")
-    mesh, run_id, seq_len = config.mesh, _run_identity(config.run.dir), config.trainer.training.seq_len
+    mesh, run_id, training = config.mesh, _run_identity(config.run.dir), config.trainer.training
     temperature = config.policy.sampling.temperature
     carrier = choose_carrier(config.weights.carrier, hosts={platform.node()})
     swap = choose_swap(config.weights.swap, device, carrier)
     on_phase(f"weights travel by {carrier}, and the policy takes them by {swap}")
     settings = _store_settings(config, run_id, carrier, swap)
-    async with _shared_memory_removed(run_id), Fleet(stop_timeout_s=mesh.stop_timeout_s) as fleet:
+    async with _nothing_left_of(run_id), Fleet(stop_timeout_s=mesh.stop_timeout_s) as fleet:
         policy = fleet.spawn(
             "policy",
             PolicyActor,
-            environment=_environment(device, mesh.policy_gpus) | policy_environment(device),
+            environment=policy_environment(device) | _environment(mesh, device, mesh.policy_gpus),
         )
         trainer = _spawn_trainer(fleet, mesh, device)
         trainer_handle = TrainerHandle(
             trainer, timeout_s=mesh.call_timeout_s, publish_timeout_s=config.weights.timeout_s
         )
-        puller = await start_carrier(fleet, settings, mesh, _environment("cpu", None), on_phase)
+        puller = await start_carrier(fleet, settings, mesh, _environment(mesh, "cpu", None), on_phase)
         setups = [
             policy.call(
                 policy.actor.setup.call_one(
@@ -134,7 +139,7 @@ async def launch(config: GRPOConfig, *, on_phase: Callable[[str], None] = lambda
                     swap,
                 ),
                 mesh.setup_timeout_s,
-                "setup",
+                SETUP,
             ),
             _start_rewards(fleet, config.reward, mesh),
             _set_up_trainer(
@@ -143,7 +148,7 @@ async def launch(config: GRPOConfig, *, on_phase: Callable[[str], None] = lambda
                     model=config.model,
                     trainer=config.trainer,
                     loss=config.loss,
-                    steps=config.loop.steps,
+                    steps=_schedule_steps(config),
                     seed=config.run.seed,
                     temperature=temperature,
                     open_store=partial(open_store, settings),
@@ -157,17 +162,21 @@ async def launch(config: GRPOConfig, *, on_phase: Callable[[str], None] = lambda
             start_directory(this_proc(), name=run_id),
         ]
         if config.reference.enabled:
-            reference = fleet.spawn("reference", ReferenceActor, environment=_environment(device, mesh.reference_gpus))
-            setup = reference.actor.setup.call_one(config.model, seq_len, config.run.seed, temperature)
-            setups.append(reference.call(setup, mesh.setup_timeout_s, "setup"))
-            row_length = config.reference.row_length or seq_len
+            reference = fleet.spawn(
+                "reference", ReferenceActor, environment=_environment(mesh, device, mesh.reference_gpus)
+            )
+            row_length = config.reference.row_length or training.seq_len
+            rows = max(1, training.local_batch_size * training.seq_len // row_length)  # the trainer's microbatch
+            setup = reference.actor.setup.call_one(config.model, row_length, config.run.seed, temperature, rows)
+            setups.append(reference.call(setup, mesh.setup_timeout_s, SETUP))
             reference_handle = ReferenceHandle(reference, row_length=row_length, timeout_s=mesh.call_timeout_s)
         capabilities, reward_process, *_ = await fleet.together(*setups)
         on_phase("policy: " + ", ".join(f"{name} {value}" for name, value in capabilities.items()))
         client = PolicyClient(
             ActorCalls(policy.actor, policy.answer),
             request_timeout_s=config.policy.request_timeout_s,
-            update_timeout_s=config.weights.timeout_s,
+            update_timeout_s=config.weights.timeout_s + INNER_FIRST_S,
+            answer_s=mesh.answer_timeout_s,
         )
         try:
             yield Stations(
@@ -176,8 +185,7 @@ async def launch(config: GRPOConfig, *, on_phase: Callable[[str], None] = lambda
                 rewards=RewardClient(
                     reward_process,
                     replace=partial(_start_rewards, fleet, config.reward, mesh),
-                    timeout_s=max(f.timeout_s for f in config.reward.functions),
-                    max_threads=config.reward.max_threads,
+                    seconds_for=partial(seconds_to_score, config.reward),
                     max_hung_threads=config.reward.max_hung_threads,
                 ),
                 reference=reference_handle if config.reference.enabled else None,
@@ -202,7 +210,7 @@ async def launch_trainer(
             model=config.model,
             trainer=config.trainer,
             loss=config.loss,
-            steps=config.loop.steps,
+            steps=_schedule_steps(config),
             seed=config.run.seed,
             temperature=1.0,
             processes=config.mesh.trainer_processes,
@@ -217,7 +225,7 @@ async def launch_trainer(
 
 
 def _spawn_trainer(fleet: Fleet, mesh: MeshConfig, device: Device) -> Station:
-    environment = _environment(device, mesh.trainer_gpus)
+    environment = _environment(mesh, device, mesh.trainer_gpus)
     return fleet.spawn("trainer", TrainerActor, environment=environment, processes=mesh.trainer_processes)
 
 
@@ -232,47 +240,58 @@ def _store_settings(
         fingerprint=weights.fingerprint,
         timeout_s=weights.timeout_s,
         served_in_place=config.policy.replicas if swap == "zero_copy" else 0,
-        transfer_dtype=weights.transfer_dtype,
+        transfer_dtype=config.transfer_dtype,
         folder=weights.folder or str(Path(config.run.dir, "weights").absolute()),
     )
 
 
 async def _set_up_trainer(station: Station, setup: TrainerSetup, mesh: MeshConfig) -> None:
-    await station.call(station.actor.setup.call(setup), mesh.setup_timeout_s, "setup")
+    await station.call(station.actor.setup.call(setup), mesh.setup_timeout_s, SETUP)
 
 
 @asynccontextmanager
-async def _shared_memory_removed(run_id: str) -> AsyncIterator[None]:
+async def _nothing_left_of(run_id: str) -> AsyncIterator[None]:
     """Take away, when all processes have ended, what a trainer that was killed could not take away itself."""
     try:
         yield
     finally:
         reclaim(SHARED_MEMORY, run_id)
+        with suppress(Exception):  # it was never started, or its process is ending
+            await stop_directory(run_id)
 
 
 async def _close_trainer(handle: TrainerHandle) -> None:
-    with suppress(ForgeliteError):  # it may be dead
+    try:
         await handle.close()
+    except Exception as error:  # it may be dead, and then whatever ended the run is what the user should read
+        logger.warning("the trainer did not close cleanly: %s", error)
 
 
 async def _start_rewards(fleet: Fleet, reward: RewardConfig, mesh: MeshConfig) -> RewardHandle:
-    station = fleet.spawn("reward", RewardActor, environment=_environment("cpu", None), expendable=True)
+    station = fleet.spawn("reward", RewardActor, environment=_environment(mesh, "cpu", None), expendable=True)
     specs = [RewardSpec(path=f.path, name=f.name, weight=f.weight, timeout_s=f.timeout_s) for f in reward.functions]
     setup = station.actor.setup.call_one(specs, reward.max_concurrency, reward.max_threads)
-    await station.call(setup, mesh.setup_timeout_s, "setup")
+    await station.call(setup, mesh.setup_timeout_s, SETUP)
     return RewardHandle(station, stop=fleet.stop)
 
 
-def _environment(device: Device, gpus: str | None) -> dict[str, str]:
+def _schedule_steps(config: GRPOConfig | SFTConfig) -> int:
+    """Steps over which the learning rate is scheduled; a short run ends within its warm-up."""
+    return max(config.loop.steps, config.trainer.lr_scheduler.warmup_steps, 1)
+
+
+def _environment(mesh: MeshConfig, device: Device, gpus: str | None) -> dict[str, str]:
     # Actors of user modules are imported by name in the children, so they see what this process sees.
     paths = [os.getcwd(), os.environ.get("PYTHONPATH", "")]
-    environment = station_environment(PYTHONPATH=os.pathsep.join(p for p in paths if p))
-    if device == "cuda" and gpus is not None:
+    environment = station_environment(cpu_threads=mesh.cpu_threads, PYTHONPATH=os.pathsep.join(p for p in paths if p))
+    if device == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""  # else engines would find a GPU and use it
+    elif gpus is not None:
         environment["CUDA_VISIBLE_DEVICES"] = gpus
     return environment
 
 
 def _run_identity(folder: str) -> str:
-    """A name for this run's shared memory and directory: of its folder and its process."""
+    """A name for this run's shared memory and directory: its folder's, its process's, and one of its own."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(folder).name)[:40].strip("-") or "run"
-    return f"{name}-{os.getpid()}"
+    return f"{name}-{os.getpid()}-{secrets.token_hex(3)}"

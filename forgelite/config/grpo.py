@@ -1,0 +1,179 @@
+"""The configuration of `apps.grpo`: its sections, and what must fit together across them."""
+
+from __future__ import annotations
+
+from pydantic import Field, model_validator
+
+from forgelite.config.advantage import AdvantageConfig
+from forgelite.config.loss import ClipLossConfig, CrossEntropyLossConfig, LossConfig
+from forgelite.config.schema import (
+    CheckpointConfig,
+    DataConfig,
+    EvalConfig,
+    LoopConfig,
+    MeshConfig,
+    MetricsConfig,
+    ModelConfig,
+    PolicyConfig,
+    ReferenceConfig,
+    RewardConfig,
+    RolloutConfig,
+    RunConfig,
+    WeightsConfig,
+)
+from forgelite.config.section import Section
+from forgelite.config.trainer import TrainerConfig, check_schedule, check_world_size
+
+_DTYPES = {"float32": "float32", "float": "float32", "bfloat16": "bfloat16", "float16": "float16", "half": "float16"}
+
+
+class GRPORunConfig(RunConfig):
+    """Where a run writes, what makes it repeatable, and whether it goes on."""
+
+    resume: bool = Field(False, description="go on from the newest checkpoint in run.dir, if there is one")
+
+
+class GRPOMeshConfig(MeshConfig):
+    """Processes, devices and deadlines."""
+
+    policy_gpus: str | None = Field(None, description="GPUs of the policy, as in CUDA_VISIBLE_DEVICES")
+    reference_gpus: str | None = Field(None, description="GPUs of the reference")
+    answer_timeout_s: float = Field(60.0, gt=0, description="a policy that leaves a short call unanswered is dead")
+
+
+class GRPOEvalConfig(EvalConfig):
+    """Held-out evaluation, greedy, by the version that the policy serves."""
+
+    timeout_s: float = Field(600.0, gt=0, description="deadline of one evaluation")
+
+
+class GRPOMetricsConfig(MetricsConfig):
+    """What is written and shown."""
+
+    rollouts_per_step: int | None = Field(16, ge=0, description="trajectories in rollouts.jsonl; null: all")
+
+
+class GRPOConfig(Section):
+    """Everything that `apps.grpo` can be told."""
+
+    run: GRPORunConfig
+    model: ModelConfig
+    data: DataConfig
+    rollout: RolloutConfig = Field(default_factory=RolloutConfig)
+    loop: LoopConfig
+    policy: PolicyConfig
+    reward: RewardConfig
+    advantage: AdvantageConfig = Field(default_factory=AdvantageConfig)
+    reference: ReferenceConfig = Field(default_factory=ReferenceConfig)
+    loss: LossConfig = Field(default_factory=ClipLossConfig)
+    trainer: TrainerConfig = Field(default_factory=TrainerConfig)
+    weights: WeightsConfig = Field(default_factory=WeightsConfig)
+    mesh: GRPOMeshConfig = Field(default_factory=GRPOMeshConfig)
+    eval: GRPOEvalConfig = Field(default_factory=GRPOEvalConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    metrics: GRPOMetricsConfig = Field(default_factory=GRPOMetricsConfig)
+
+    @property
+    def transfer_dtype(self) -> str:
+        """The type in which weights travel, by torch's name."""
+        return self.weights.transfer_dtype or _DTYPES[self.policy.engine["dtype"]]
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> GRPOConfig:
+        if self.model.path is None:
+            raise ValueError("model.path is missing: the policy starts from a Hugging Face folder")
+        check_schedule(self.trainer, self.loop.steps)
+        check_world_size(self.trainer, self.mesh.trainer_processes)
+        self._check_loss()
+        self._check_staleness()
+        self._check_weights()
+        self._check_lengths()
+        self._check_dtype()
+        if self.loop.batch_timeout_s <= self.rollout.timeout_s:
+            raise ValueError(
+                f"loop.batch_timeout_s={self.loop.batch_timeout_s:g} must be longer than "
+                f"rollout.timeout_s={self.rollout.timeout_s:g}: else one rollout that hangs ends the run"
+            )
+        return self
+
+    def _check_loss(self) -> None:
+        loss, advantage = self.loss, self.advantage
+        if isinstance(loss, CrossEntropyLossConfig):
+            raise ValueError("loss.name=cross_entropy is for demonstrations (apps.sft), not for rewards")
+        for section, weight in (("loss", loss.kl_coefficient), ("advantage", advantage.kl_coefficient)):
+            if weight > 0 and not self.reference.enabled:
+                raise ValueError(f"{section}.kl_coefficient={weight:g} needs reference.enabled=true")
+        if loss.kl_coefficient > 0 and advantage.kl_coefficient > 0:
+            raise ValueError(
+                f"loss.kl_coefficient={loss.kl_coefficient} and advantage.kl_coefficient={advantage.kl_coefficient} "
+                "count the same divergence twice: keep it in the loss or in the reward"
+            )
+        if loss.whiten_advantages and advantage.name == "group_normalised":
+            raise ValueError(
+                f"loss.whiten_advantages=true (loss.name={loss.name}) with advantage.name=group_normalised divides by "
+                "a deviation twice: set advantage.name=reward, or group_centred for a baseline"
+            )
+        if loss.name == "dr_grpo" and advantage.name == "group_normalised":
+            raise ValueError(
+                "loss.name=dr_grpo does not divide by the deviation of a group: set advantage.name=group_centred "
+                "(the default is group_normalised), or take loss.name=clip with loss.aggregation=constant"
+            )
+
+    def _check_staleness(self) -> None:
+        loop, loss = self.loop, self.loss
+        if loop.depth != 0 and loop.max_policy_age > 0 and not loss.corrects_gap:
+            depth = "null" if loop.depth is None else loop.depth
+            raise ValueError(
+                f"loop.depth={depth} with loop.max_policy_age={loop.max_policy_age} trains on samples of older "
+                f"versions, which loss.name={loss.name} with loss.anchor={loss.anchor} takes for its own: it has no "
+                "ratio to them, no trust region and no correction. Set loss.corrections=[{name: token_tis}], take a "
+                "loss with a ratio such as loss.name=clip, or set loop.depth=0"
+            )
+        if loop.group_size == 1 and loop.filter_zero_variance:
+            raise ValueError(
+                "loop.group_size=1 with loop.filter_zero_variance=true filters every group: a group of one has no "
+                "variance"
+            )
+        if loop.group_size == 1 and self.advantage.name not in ("reward", "custom"):
+            raise ValueError(
+                f"loop.group_size=1 with advantage.name={self.advantage.name} gives only advantages of zero: "
+                "set advantage.name=reward"
+            )
+
+    def _check_weights(self) -> None:
+        weights = self.weights
+        if weights.swap == "zero_copy" and weights.carrier in ("torchstore", "filesystem"):
+            raise ValueError(
+                f"weights.swap=zero_copy with weights.carrier={weights.carrier}: only what lies in shared memory can "
+                "be used in place; set weights.swap=copy or auto"
+            )
+        if weights.folder is not None and weights.carrier != "filesystem":
+            raise ValueError(f"weights.folder={weights.folder} is for weights.carrier=filesystem only")
+
+    def _check_lengths(self) -> None:
+        seq_len, most = self.trainer.training.seq_len, self.policy.sampling.max_tokens
+        if most >= seq_len:
+            raise ValueError(
+                f"policy.sampling.max_tokens={most} leaves no room for a prompt in trainer.training.seq_len={seq_len}"
+            )
+        window = self.policy.engine.get("max_model_len")
+        if isinstance(window, int) and window > seq_len:
+            raise ValueError(
+                f"policy.engine.max_model_len={window} lets a sequence grow past "
+                f"trainer.training.seq_len={seq_len}: it could not be trained"
+            )
+        rows = self.reference.row_length
+        if rows is not None and rows < seq_len:
+            raise ValueError(
+                f"reference.row_length={rows} is shorter than trainer.training.seq_len={seq_len}: "
+                "a long sequence would not fit"
+            )
+
+    def _check_dtype(self) -> None:
+        dtype = self.policy.engine.get("dtype")
+        if dtype not in _DTYPES:
+            raise ValueError(f"policy.engine.dtype={dtype}: say float32, bfloat16 or float16; weights travel in it")
+        if self.transfer_dtype != _DTYPES[dtype]:
+            raise ValueError(
+                f"weights.transfer_dtype={self.weights.transfer_dtype} differs from policy.engine.dtype={dtype}"
+            )

@@ -74,7 +74,7 @@ def ranks(rewards: Sequence[float], *, scale: float) -> list[float]:  # named by
 
 
 def test_advantages_of_the_user_s_that_cannot_be_found_are_an_error():
-    with pytest.raises(ConfigError, match=r"advantage\.path: cannot import nowhere:f"):
+    with pytest.raises(ConfigError, match=r"advantage\.path: cannot import nowhere"):
         make_advantages(AdvantageConfig(name="custom", path="nowhere:f"))
 
 

@@ -55,7 +55,7 @@ def test_an_override_reaches_engine_arguments_by_vllm_s_names():
         ("loop.depth=-1", r"loop\.depth: .*given: -1"),
         ("trainer.optimizer.lr=fast", r"trainer\.optimizer\.lr: "),
         ("loop.sync_every=3", r"loop\.sync_every=3.*loop\.depth=1"),
-        ("loop.group_size=1", r"loop\.group_size=1.*no baseline"),
+        ("loop.group_size=1", r"loop\.group_size=1.*filters every group"),
         ("loss.clip_low=2", r"loss\.clip_low: .*given: 2"),
         ("loss.clipp_low=0.1", r"loss\.clipp_low: unknown key \(did you mean loss\.clip_low\?\)"),
         ("loss.name=nonsense", r"loss: .*clip"),

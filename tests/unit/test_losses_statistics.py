@@ -130,9 +130,9 @@ def test_a_surrogate_of_the_user_s_is_found_by_its_path() -> None:
 @pytest.mark.parametrize(
     ("path", "arguments", "message"),
     [
-        ("nowhere:f", {}, r"loss\.path: cannot import nowhere:f"),
-        ("math:nothing", {}, r"loss\.path: cannot import math:nothing"),
-        ("math", {}, r"loss\.path: 'math' is not of the form package\.module:function"),
+        ("nowhere:f", {}, r"loss\.path: cannot import nowhere"),
+        ("math:nothing", {}, r"loss\.path: module math has no nothing"),
+        ("math", {}, r"loss\.path: 'math' is not of the form package\.module:name"),
         ("math:pi", {}, r"loss\.path: math:pi is not a function"),
         (f"{__name__}:squared", {"tua": 1}, r"loss\.arguments=\{'tua': 1\} do not fit"),
     ],

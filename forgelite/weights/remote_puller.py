@@ -1,7 +1,7 @@
 """The actor that brings versions from other hosts to its own: one a host, in a process of its own.
 
-    plan the requests (once) -> lease the version at every source -> read into the local slot, many requests at a time
-    -> compare the fingerprint -> commit -> give the leases back
+    plan the requests (once) -> lease the version at every source -> read into the local slot, several requests
+    at a time -> give the leases back -> compare the fingerprint -> commit
 
 It owns a segment of whole tensors, from which every reader of its host is served as if the publisher were here. All the
 bytes of a version cross the network once, however many readers the host has.
@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,13 +29,15 @@ from forgelite.weights.fingerprint import combine, tensor_digest
 from forgelite.weights.manifest import Manifest, StoredPiece, TensorInfo
 from forgelite.weights.pieces import Piece, copy_overlap, whole
 from forgelite.weights.remote_source import Offer
-from forgelite.weights.sharding import entry_name
+from forgelite.weights.stored_pieces import entry_name
 from forgelite.weights.transfers import LocalPiece, Move, Request, plan_requests
 
 # Measured over TCP between two network namespaces, see docs/weights.md: Monarch allocates and frees a message for every
 # request, and several of a few megabytes use the same memory again and again while both ends are kept busy.
 REQUEST_BYTES = 8 << 20
 REQUESTS_AT_A_TIME = 8
+
+Place = tuple[str, str]  # a host and a segment there
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -64,7 +66,7 @@ class _Local:
     writer: ArenaWriter
     peer: ArenaPeer  # the same segment as bytes
     needed: list[LocalPiece]
-    requests: dict[tuple[str, str], list[Request]]  # by host and segment
+    requests: dict[Place, list[Request]]
     versions: dict[int, tuple[Manifest, Manifest]]  # as published, and as it is here
 
 
@@ -135,72 +137,75 @@ class WeightPuller(Actor):
             self._local = None
 
     async def _pull(self, local: _Local, manifest: Manifest, setup: PullerSetup) -> Manifest:
+        reading = False
         try:
             async with asyncio.timeout(setup.timeout_s), contextlib.AsyncExitStack() as stack:
+                offers = await _offers(local, manifest.version, setup)
                 # The wait for local readers ends before the whole does, so it is never left in the middle.
                 slot = local.writer.writing(manifest.version, timeout_s=setup.timeout_s / 2)
                 writing = await asyncio.to_thread(slot.__enter__)
                 stack.push(slot.__exit__)
-                await _fill(local, manifest.version, writing, setup)
-                return await asyncio.to_thread(_committed, local, manifest, writing, setup.fingerprint)
-        except BaseException as error:
-            # A read that was given up may still arrive: it must not find another version in its slot.
-            self._forget()
-            if isinstance(error, TimeoutError):
-                raise WeightError(
-                    f"version {manifest.version} did not arrive from {sorted(setup.sources)} within "
-                    f"{setup.timeout_s} s (weights.timeout_s)"
-                ) from error
-            raise
+                reading = True
+                await _read(local, manifest.version, writing, offers, setup)
+                reading = False
+                await _release(offers, manifest.version, setup)
+                return await asyncio.to_thread(_committed, manifest, writing, setup.fingerprint)
+        except TimeoutError as error:
+            raise WeightError(
+                f"version {manifest.version} did not arrive from {sorted(setup.sources)} within "
+                f"{setup.timeout_s} s (weights.timeout_s)"
+            ) from error
+        finally:
+            if reading:  # a read that was given up may still arrive: it must not find another version in its slot
+                self._forget()
 
 
-async def _fill(local: _Local, version: int, writing: Writing, setup: PullerSetup) -> None:
-    limit = asyncio.Semaphore(setup.requests_at_a_time)
-    try:
-        async with asyncio.TaskGroup() as group:
-            for place, requests in local.requests.items():
-                group.create_task(_read_from(*place, version, requests, local, writing, setup, limit))
-    except BaseExceptionGroup as errors:
-        first: BaseException = errors
-        while isinstance(first, BaseExceptionGroup):  # one group for the hosts, one for the requests to each
-            first = first.exceptions[0]
-        raise first from errors
+async def _offers(local: _Local, version: int, setup: PullerSetup) -> dict[Place, Offer]:
+    """Lease the version in every segment; a lease that is not given back ends by itself."""
+
+    async def offer(place: Place) -> Offer:
+        host, segment = place
+        ranges = tuple((request.start, request.nbytes) for request in local.requests[place])
+        return await _answer(setup.sources[host].offer.call_one(segment, version, ranges, setup.timeout_s), host)
+
+    return dict(zip(local.requests, await asyncio.gather(*map(offer, local.requests)), strict=True))
 
 
-async def _read_from(
-    host: str,
-    segment: str,
-    version: int,
-    requests: Sequence[Request],
-    local: _Local,
-    writing: Writing,
-    setup: PullerSetup,
-    limit: asyncio.Semaphore,
+async def _read(
+    local: _Local, version: int, writing: Writing, offers: Mapping[Place, Offer], setup: PullerSetup
 ) -> None:
-    source, seconds = setup.sources[host], setup.timeout_s
-    ranges = tuple((request.start, request.nbytes) for request in requests)
-    offer: Offer = await _answer(source.offer.call_one(segment, version, ranges, seconds), host)
+    """Everything that is needed, from all hosts at the same time."""
+    limit = asyncio.Semaphore(setup.requests_at_a_time)
     slot = local.peer.slot_bytes(writing.slot)
 
     async def read(request: Request, buffer: RDMABuffer) -> None:
         async with limit:
-            into = (
-                torch.empty(request.nbytes, dtype=torch.uint8)
-                if request.target is None
-                else (slot[request.target : request.target + request.nbytes])
-            )
+            if request.target is None:
+                into = torch.empty(request.nbytes, dtype=torch.uint8)
+            else:
+                into = slot[request.target : request.target + request.nbytes]
             try:
-                await buffer.read_into(into, timeout=math.ceil(seconds))
+                await buffer.read_into(into, timeout=math.ceil(setup.timeout_s))
             except Exception as error:  # Monarch raises plain RuntimeErrors and ValueErrors alike
-                raise WeightError(f"version {version} could not be read from host {host}: {error}") from error
+                raise WeightError(f"version {version} could not be read from host {request.host}: {error}") from error
             for move in request.moves:
                 _copy_out(into, move, local.needed[move.target], writing)
 
-    async with asyncio.TaskGroup() as group:
-        for request, buffer in zip(requests, offer.buffers, strict=True):
-            group.create_task(read(request, buffer))
-    if not await _answer(source.release.call_one(offer.lease), host):
-        raise WeightError(f"version {version} was read from host {host} for longer than its lease of {seconds} s")
+    try:
+        async with asyncio.TaskGroup() as group:
+            for place, requests in local.requests.items():
+                for request, buffer in zip(requests, offers[place].buffers, strict=True):
+                    group.create_task(read(request, buffer))
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from errors
+
+
+async def _release(offers: Mapping[Place, Offer], version: int, setup: PullerSetup) -> None:
+    for (host, _), offer in offers.items():
+        if not await _answer(setup.sources[host].release.call_one(offer.lease), host):
+            raise WeightError(
+                f"version {version} was read from host {host} for longer than its lease of {setup.timeout_s} s"
+            )
 
 
 def _local(manifest: Manifest, setup: PullerSetup) -> _Local:
@@ -219,7 +224,7 @@ def _local(manifest: Manifest, setup: PullerSetup) -> _Local:
             LocalPiece(piece=whole(entry.info), dtype=entry.info.dtype, offset=entry.offset)
             for entry in writer.layout.entries
         ]
-        requests: dict[tuple[str, str], list[Request]] = {}
+        requests: dict[Place, list[Request]] = {}
         for request in plan_requests(manifest.pieces, needed, request_bytes=setup.request_bytes):
             requests.setdefault((request.host, request.segment), []).append(request)
         peer = ArenaPeer(writer.path)
@@ -256,7 +261,7 @@ def _typed(data: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> to
     return aligned.view(dtype).view(shape)
 
 
-def _committed(local: _Local, manifest: Manifest, writing: Writing, fingerprint: bool) -> Manifest:
+def _committed(manifest: Manifest, writing: Writing, fingerprint: bool) -> Manifest:
     """Compare with what was published, then commit."""
     if not fingerprint:
         return writing.commit()

@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from monarch.actor import Actor, concurrent_endpoint
 from monarch.rdma import RDMABuffer, RDMATcpFallbackWarning
@@ -122,7 +121,7 @@ class WeightSource(Actor):
         known = self._segments.pop(segment)
         known.reader.close()
         for buffer in known.buffers.values():
-            await _dropped(buffer)
+            await buffer.drop()
 
 
 def _buffer(segment: _Segment, slot: int, part: Range) -> RDMABuffer:
@@ -132,7 +131,3 @@ def _buffer(segment: _Segment, slot: int, part: Range) -> RDMABuffer:
             warnings.simplefilter("ignore", RDMATcpFallbackWarning)  # the choice was logged when the puller started
             segment.buffers[slot, part] = RDMABuffer(segment.peer.slot_bytes(slot)[start : start + nbytes])
     return segment.buffers[slot, part]
-
-
-async def _dropped(buffer: Any) -> None:
-    await buffer.drop()

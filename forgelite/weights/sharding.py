@@ -28,6 +28,7 @@ from forgelite.weights.arena_peer import ArenaPeer
 from forgelite.weights.fingerprint import combine, tensor_digest
 from forgelite.weights.manifest import Manifest, StoredPiece, TensorInfo, check_tensors, shorten
 from forgelite.weights.pieces import Piece, assign, copy_overlap, held_piece, local_part, whole
+from forgelite.weights.stored_pieces import entry_name, segment_tensors
 
 T = TypeVar("T")
 
@@ -292,30 +293,6 @@ class ShardedPublisher:
             if heard.error is not None:
                 raise WeightError(f"rank {rank} could not publish its part: {heard.error}")
         return [heard.said for heard in words]
-
-
-def segment_tensors(pieces: Sequence[Piece], infos: Sequence[TensorInfo]) -> dict[str, torch.Tensor]:
-    """The tensors of a segment that holds `pieces`, as descriptions: they have no memory of their own.
-
-    A whole tensor has its own name; a part has its place in its name, because there may be several.
-    """
-    shapes = {info.name: info for info in infos}
-    tensors = {}
-    for piece in pieces:
-        info = shapes[piece.name]
-        element = torch.empty((), dtype=getattr(torch, info.dtype))
-        tensors[entry_name(piece, is_whole=piece == whole(info))] = (
-            element.expand(piece.shape) if piece.numel else element.new_empty(piece.shape)
-        )
-    return tensors
-
-
-def entry_name(piece: Piece, *, is_whole: bool) -> str:
-    """The name of a piece in a segment."""
-    if is_whole:
-        return piece.name
-    ranges = ",".join(f"{begin}:{begin + size}" for begin, size in zip(piece.start, piece.shape, strict=True))
-    return f"{piece.name}[{ranges}]"
 
 
 def _held(draw: Draw) -> frozenset[Piece]:

@@ -1,15 +1,43 @@
-"""From the layout of a segment to the pieces that a manifest names for readers on other hosts."""
+"""How pieces lie in a segment: under which names, and what a manifest says of them to other hosts."""
 
 from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from forgelite.weights import arena_layout
 from forgelite.weights.arena_layout import ArenaLayout
-from forgelite.weights.manifest import Manifest, StoredPiece
+from forgelite.weights.manifest import Manifest, StoredPiece, TensorInfo
+from forgelite.weights.pieces import Piece, whole
+
+
+def segment_tensors(pieces: Sequence[Piece], infos: Sequence[TensorInfo]) -> dict[str, torch.Tensor]:
+    """The tensors of a segment that holds `pieces`, as descriptions: they have no memory of their own.
+
+    A whole tensor has its own name; a part has its place in its name, because there may be several.
+    """
+    shapes = {info.name: info for info in infos}
+    tensors = {}
+    for piece in pieces:
+        info = shapes[piece.name]
+        element = torch.empty((), dtype=getattr(torch, info.dtype))
+        tensors[entry_name(piece, is_whole=piece == whole(info))] = (
+            element.expand(piece.shape) if piece.numel else element.new_empty(piece.shape)
+        )
+    return tensors
+
+
+def entry_name(piece: Piece, *, is_whole: bool) -> str:
+    """The name of a piece in a segment."""
+    if is_whole:
+        return piece.name
+    ranges = ",".join(f"{begin}:{begin + size}" for begin, size in zip(piece.start, piece.shape, strict=True))
+    return f"{piece.name}[{ranges}]"
 
 
 def read_layout(segment: Path) -> ArenaLayout:
@@ -53,8 +81,3 @@ def for_other_hosts(manifest: Manifest, layout: ArenaLayout, *, host: str) -> Ma
         host: where it lies.
     """
     return replace(manifest, carrier="rdma", pieces=whole_pieces(layout, host=host, segment=manifest.segment))
-
-
-def for_this_host(manifest: Manifest) -> Manifest:
-    """The manifest of the same version, as `for_other_hosts` got it."""
-    return replace(manifest, carrier="shm", pieces=())

@@ -209,7 +209,7 @@ def _sampled(line: Mapping[str, Any]) -> int:
 def _overrides(steps: int, variant: Sequence[str], run_folder: Path) -> list[str]:
     return [
         f"run.dir={run_folder}",
-        f"model.path={WARM_START}",
+        f"model.path={ROOT / WARM_START}",
         f"loop.steps={steps}",
         "eval.every=0",
         "metrics.tensorboard=false",

@@ -1,17 +1,19 @@
 """Two network namespaces with a cable between them: two hosts on one machine, for tests and measurements.
 
 Needs root and iproute2. Every namespace has a host name of its own, because libraries compare names to tell hosts
-apart. What is made here is taken away again, also when a test fails; a namespace goes with its last process.
+apart. What is made here is taken away again, also when a test fails; what a killed program has left, by the next one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 
@@ -55,9 +57,19 @@ def obstacle() -> str | None:
     return None
 
 
+def reclaim() -> list[str]:
+    """Remove the namespaces whose maker is dead; those of a living one are never touched. Returns their names."""
+    listed = subprocess.run(["ip", "netns", "list"], check=True, capture_output=True, text=True).stdout.split()
+    names = [name for name in listed if (match := re.fullmatch(r"fl[ab](\d+)", name)) and not _lives(match.group(1))]
+    for name in names:
+        _ip("netns", "del", name)
+    return names
+
+
 @contextlib.contextmanager
 def two_hosts() -> Iterator[tuple[NamespaceHost, NamespaceHost]]:
     """Two hosts that reach one another, and nobody else, by 10.77.0.1 and 10.77.0.2."""
+    reclaim()
     hosts = tuple(
         NamespaceHost(name=f"fl{letter}{os.getpid()}", address=f"10.77.0.{number}", device=f"fl{letter}{os.getpid()}")
         for number, letter in enumerate("ab", start=1)
@@ -78,6 +90,10 @@ def two_hosts() -> Iterator[tuple[NamespaceHost, NamespaceHost]]:
     finally:
         for host in made:
             _ip("netns", "del", host.name)  # the cable goes with it
+
+
+def _lives(process: str) -> bool:
+    return Path("/proc", process).exists()
 
 
 def _ip(*arguments: str) -> None:

@@ -32,11 +32,13 @@ class Case:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Times:
-    """Seconds of each round. Example: `Times(memcpy=[0.1], publish=[0.07], fetch=[0.05], fetch_two=[])`."""
+    """Seconds of each round. Example: `Times(memcpy=[0.1], publish=[0.07], fetch=[0.05], fetch_all=[0.08],
+    fetch_two=[])`."""
 
     memcpy: list[float]
     publish: list[float]
     fetch: list[float]
+    fetch_all: list[float]  # with verify="all"
     fetch_two: list[float]  # until both readers were done; empty when it was not asked for
 
     def ratio(self, name: str) -> float:
@@ -89,7 +91,7 @@ def measure(case: Case, *, rounds: int, two_readers: bool = False) -> Times:
 
 async def _measure(case: Case, rounds: int, two_readers: bool) -> Times:
     source, target = make_tensors(case, seed=0), make_tensors(case, seed=None)
-    times = Times(memcpy=[], publish=[], fetch=[], fetch_two=[])
+    times = Times(memcpy=[], publish=[], fetch=[], fetch_all=[], fetch_two=[])
     publisher, reader = (_store(case) for _ in range(2))
     with _readers(case, 2 if two_readers else 0) as pipes:
         for version in range(rounds + 1):
@@ -99,12 +101,15 @@ async def _measure(case: Case, rounds: int, two_readers: bool) -> Times:
             published = time.perf_counter()
             await reader.fetch(manifest, target)
             fetched = time.perf_counter()
+            await reader.fetch(manifest, target, verify="all")
+            verified = time.perf_counter()
             both = _fetch_everywhere(pipes, manifest) if pipes else None
             if version == 0:
                 continue
             times.memcpy.append(memcpy)
             times.publish.append(published - begin)
             times.fetch.append(fetched - published)
+            times.fetch_all.append(verified - fetched)
             if both is not None:
                 times.fetch_two.append(both)
     if not all(torch.equal(target[name], tensor) for name, tensor in source.items()):

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -64,11 +65,21 @@ class TimedEngine:
         self._engine = engine
         self.limits = engine.limits
         self.step_seconds: list[float] = []
+        self._stepped = threading.Condition()
+
+    def wait_for_steps(self, count: int) -> None:
+        """Return when the engine has made `count` steps more than now."""
+        with self._stepped:
+            target = len(self.step_seconds) + count
+            if not self._stepped.wait_for(lambda: len(self.step_seconds) >= target, timeout=60.0):
+                raise RuntimeError(f"the engine made no {count} steps within 60 s")
 
     def step(self) -> Sequence[Any]:
         begin = time.perf_counter()
         sampled = self._engine.step()
-        self.step_seconds.append(time.perf_counter() - begin)
+        with self._stepped:
+            self.step_seconds.append(time.perf_counter() - begin)
+            self._stepped.notify_all()
         return sampled
 
     def prepare_weights(self, tensors: Mapping[str, torch.Tensor]) -> Callable[[], None]:
@@ -131,7 +142,7 @@ async def _swap_while_sampling(
     from forgelite.policy.engine import build_engine
     from forgelite.policy.engine_loop import EngineLoop
 
-    tokens = STEPS_BETWEEN * (swaps + 2)
+    tokens = 4 * STEPS_BETWEEN * (swaps + 2)  # more than will be sampled: publishing takes some steps too
     engine = build_engine(
         folder,
         engine={"dtype": "float32", "max_model_len": tokens + 16, "max_num_seqs": SEQUENCES},
@@ -141,9 +152,7 @@ async def _swap_while_sampling(
     timed = TimedEngine(engine)
     loop = EngineLoop(timed, seed=0)
     directory = ManifestsInMemory()
-    trainer = WeightStore(
-        directory=directory, run_id=f"bench-swap-{os.getpid()}", retain=1, served_in_place=1, copy_threads=1
-    )
+    trainer = WeightStore(directory=directory, run_id=f"bench-swap-{os.getpid()}", retain=1, served_in_place=1)
     policy = WeightStore(directory=directory, run_id=f"bench-swap-{os.getpid()}")
     sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
     loop.submit([GroupRequest(request_id="all", prompt_ids=(1, 2, 3), sampling=sampling, n=SEQUENCES)])
@@ -159,9 +168,7 @@ async def _swap_while_sampling(
             first_step = len(timed.step_seconds)
         else:
             pauses.append(report.paused_s)
-        target = len(timed.step_seconds) + STEPS_BETWEEN // 2
-        while len(timed.step_seconds) < target and loop.stats().running:
-            await asyncio.sleep(1e-3)
+        await asyncio.to_thread(timed.wait_for_steps, STEPS_BETWEEN)
     steps = timed.step_seconds[first_step:]
     loop.close()
     await served.aclose()

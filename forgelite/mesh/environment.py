@@ -15,10 +15,10 @@ SUPERVISION = {
 FRAMES = {"HYPERACTOR_CODEC_MAX_FRAME_LENGTH": "910737418240"}
 
 
-# From so many bytes on (128 KiB) glibc's memmove writes around the cache. Its own threshold is three quarters of the
+# From so many bytes on (64 KiB) glibc's memmove writes around the cache. Its own threshold is three quarters of the
 # last-level cache, which on a server is larger than any tensor: then every line that is about to be overwritten is read
 # first, and a copy of weights takes twice as long. Other processors and other C libraries ignore it.
-COPIES = {"GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x20000"}
+COPIES = {"GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x10000"}
 
 
 def root_environment(current: Mapping[str, str]) -> dict[str, str]:

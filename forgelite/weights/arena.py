@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import functools
 import mmap
 import os
@@ -33,7 +34,7 @@ import torch
 from forgelite.errors import VersionUnavailable, WeightError, WeightMismatch
 from forgelite.weights import arena_layout, locks, segment
 from forgelite.weights.arena_layout import ArenaLayout
-from forgelite.weights.fingerprint import combine, fingerprint_of
+from forgelite.weights.fingerprint import combine, fingerprint_of, sample_of
 from forgelite.weights.manifest import Manifest, TensorInfo, check_tensors, describe, memory_of
 from forgelite.weights.transfer import copy_many
 
@@ -63,13 +64,13 @@ class ArenaWriter:
         layout: ArenaLayout,
         memory: mmap.mmap,
         sources: tuple[TensorInfo, ...],
-        copy_threads: int,
     ) -> None:
         self.path = path
         self.layout = layout
-        self._copy_threads = copy_threads
         self._sources = sources  # what is published; differs from the layout where the dtype is converted
         self._descriptor = descriptor
+        self._ties = tuple(arena_layout.ties(layout))
+        self._blank = manifest_of(layout, path, 0, None)
         self._header = arena_layout.words(memoryview(memory))
         data = torch.frombuffer(memory, dtype=torch.uint8)
         self._slots = [arena_layout.slot_views(layout, data, slot) for slot in range(layout.slots)]
@@ -87,7 +88,6 @@ class ArenaWriter:
         fingerprinted: bool,
         retained: int | None = None,
         transfer_dtype: torch.dtype | None = None,
-        copy_threads: int = 1,
     ) -> Self:
         """Make a segment for versions that look like `tensors`; nothing is published yet.
 
@@ -99,7 +99,6 @@ class ArenaWriter:
             fingerprinted: whether every version is written with its fingerprint.
             retained: newest versions that are never overwritten; None: all but one slot.
             transfer_dtype: what floating-point tensors become while they are copied; None: what they are.
-            copy_threads: that share the copy of a version.
 
         Raises:
             WeightError: there is not enough memory in `folder`.
@@ -130,7 +129,6 @@ class ArenaWriter:
             layout=layout,
             memory=memory,
             sources=describe(tensors),
-            copy_threads=copy_threads,
         )
 
     def write(self, version: int, tensors: Mapping[str, torch.Tensor], *, timeout_s: float) -> Manifest:
@@ -180,9 +178,10 @@ class ArenaWriter:
         written = None
         if self.layout.fingerprinted:
             written = fingerprint_of(self._slots[slot]) if digests is None else combine(self.layout.infos, digests)
+            self._header[arena_layout.sample_word(slot)] = int(sample_of(self._slots[slot]), 16)
         self._header[arena_layout.fingerprint_word(slot)] = int(written, 16) if written else 0
         self._header[arena_layout.end_word(slot)] = version
-        return manifest_of(self.layout, self.path, version, written)
+        return dataclasses.replace(self._blank, version=version, fingerprint=written)
 
     def _check(self, tensors: Mapping[str, torch.Tensor]) -> None:
         check_tensors(self._sources, tensors, owner=f"the arena {self.path.name}")
@@ -211,12 +210,7 @@ class ArenaWriter:
             raise WeightError(f"the arena {self.path.name} is closed")
 
     def _check_ties(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        first: dict[int, str] = {}
-        for entry in self.layout.entries:
-            if entry.nbytes == 0:  # has no place of its own
-                continue
-            name = entry.info.name
-            tied = first.setdefault(entry.offset, name)
+        for tied, name in self._ties:
             if memory_of(tensors[tied]) != memory_of(tensors[name]):
                 raise WeightMismatch(
                     f"{name} and {tied} shared their memory in the first version and do not any more; "
@@ -234,7 +228,7 @@ class ArenaWriter:
         """Fill a slot; returns the digest of every tensor, if versions are fingerprinted."""
         distinct = {entry.place: entry.info.name for entry in self.layout.entries}  # tied tensors once
         pairs = [(slot[name], source[name]) for name in distinct.values()]
-        digests = copy_many(pairs, digested=self.layout.fingerprinted, threads=self._copy_threads)
+        digests = copy_many(pairs, digested=self.layout.fingerprinted)
         if digests is None:
             return None
         by_place = dict(zip(distinct, digests, strict=True))
@@ -288,6 +282,7 @@ class ArenaReader:
             raise
         self._header = arena_layout.words(memoryview(memory))
         self._data = _as_tensor(memory)
+        self._blank = manifest_of(self.layout, path, 0, None)
         self._views: dict[int, Mapping[str, torch.Tensor]] = {}
         self._mutex = threading.Lock()
         self._closed = False
@@ -319,9 +314,14 @@ class ArenaReader:
                 raise self._unavailable(version)
             number = self._header[arena_layout.fingerprint_word(slot)]
             written = f"{number:016x}" if self.layout.fingerprinted else None
-            yield manifest_of(self.layout, self.path, version, written), self._views_of(slot)
+            found = dataclasses.replace(self._blank, version=version, fingerprint=written)
+            yield found, self._views_of(slot)
         finally:
             os.close(descriptor)
+
+    def sample(self, version: int) -> str:
+        """The sample that the publisher took of `version`, which must be under a lease; see `fingerprint.sample_of`."""
+        return f"{self._header[arena_layout.sample_word(self._slot_of(version))]:016x}"
 
     def close(self) -> None:
         """Give the descriptor back. The mapping goes when the last view is gone. May be called twice."""

@@ -9,6 +9,7 @@ The header is an array of 64-bit words in native order:
     16 + 8 s   begin of slot s: the version whose writing was begun
     17 + 8 s   end of slot s: the version whose writing was finished
     18 + 8 s   fingerprint of slot s
+    19 + 8 s   sample of slot s (`fingerprint.sample_of`)
 
 A slot holds version v exactly while begin == end == v. Storing `end` is the commit: one aligned 8-byte store.
 A publisher that dies in the middle leaves begin != end behind, and no reader takes that slot.
@@ -21,7 +22,7 @@ every dtype can be viewed in place; tensors that an engine fuses follow one anot
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -153,6 +154,16 @@ def transferred(info: TensorInfo, dtype: torch.dtype | None) -> TensorInfo:
     return replace(info, dtype=str(dtype).removeprefix("torch."))
 
 
+def ties(layout: ArenaLayout) -> Iterator[tuple[str, str]]:
+    """Pairs of names that share one place: the first of the place, and another one."""
+    first: dict[tuple[int, int], str] = {}
+    for entry in layout.entries:
+        if entry.nbytes:  # otherwise it has no place of its own
+            name = first.setdefault(entry.place, entry.info.name)
+            if name != entry.info.name:
+                yield name, entry.info.name
+
+
 def write_header(layout: ArenaLayout, memory: memoryview) -> None:
     """Write header and index of an empty segment into its zeroed `memory` (bytes)."""
     index = _encode(layout.entries)
@@ -205,6 +216,10 @@ def end_word(slot: int) -> int:
 
 def fingerprint_word(slot: int) -> int:
     return 18 + 8 * slot
+
+
+def sample_word(slot: int) -> int:
+    return 19 + 8 * slot
 
 
 def version_in(header: memoryview, slot: int) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -126,4 +127,9 @@ def shorten(names: Iterable[str]) -> str:
 
 
 def _dtype_name(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+    return _name_of(tensor.dtype)
+
+
+@functools.cache  # there are some twenty dtypes, and thousands of tensors
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -15,6 +15,7 @@ import contextlib
 import threading
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -22,7 +23,7 @@ from forgelite.errors import VersionUnavailable, WeightError, WeightMismatch
 from forgelite.weights.announcing import Announcements
 from forgelite.weights.arena import ArenaReader, ArenaWriter
 from forgelite.weights.directory import Directory
-from forgelite.weights.fingerprint import fingerprint_of
+from forgelite.weights.fingerprint import fingerprint_of, sample_of
 from forgelite.weights.manifest import Manifest
 from forgelite.weights.reading import read_into
 
@@ -52,7 +53,6 @@ class WeightStore:
         fingerprint: bool = True,
         served_in_place: int = 0,
         transfer_dtype: torch.dtype | None = None,
-        copy_threads: int = 2,
     ) -> None:
         """
         Args:
@@ -66,7 +66,6 @@ class WeightStore:
                 and compares. Both ends must agree.
             served_in_place: readers that keep a lease for as long as they serve a version.
             transfer_dtype: a publisher converts floating-point tensors to it while it copies; None: as they are.
-            copy_threads: that share a copy of more than a few megabytes.
         """
         self._directory = directory
         self._run_id = run_id
@@ -75,7 +74,6 @@ class WeightStore:
         self._fingerprint = fingerprint
         self._served_in_place = served_in_place
         self._transfer_dtype = transfer_dtype
-        self._copy_threads = copy_threads
         self._writer: ArenaWriter | None = None
         self._reader: ArenaReader | None = None
         self._announcements = Announcements(directory)
@@ -126,23 +124,29 @@ class WeightStore:
         """
         return await self._directory.latest()
 
-    async def fetch(self, version: int | Manifest, into: Mapping[str, torch.Tensor]) -> Manifest:
+    async def fetch(
+        self, version: int | Manifest, into: Mapping[str, torch.Tensor], *, verify: Literal["sample", "all"] = "sample"
+    ) -> Manifest:
         """Copy `version` into existing tensors.
 
         Args:
             version: its number, or its manifest, which saves the way to the directory.
             into: name -> tensor of any device and stride, with exactly the version's names, shapes, dtypes.
+            verify: whether the fingerprint of all that was read is compared, or a sample of it: four kilobytes of
+                every megabyte, and all of small tensors. The publisher has the fingerprint of every byte in either
+                case, and who serves a version in place (`lease`) always compares it. Without fingerprints nothing
+                is compared.
 
         Returns:
             The manifest of what was read.
 
         Raises:
             VersionUnavailable: never committed, or dropped; `into` is untouched.
-            WeightMismatch: names, shapes or dtypes differ; `into` is untouched. Or the fingerprint of what
-                was read differs from the publisher's; then `into` must not be used.
+            WeightMismatch: names, shapes or dtypes differ; `into` is untouched. Or the fingerprint (the sample) of
+                what was read differs from the publisher's; then `into` must not be used.
         """
         reader = await self._attached(version)
-        return await asyncio.to_thread(self._copy_version, reader, version, into)
+        return await asyncio.to_thread(self._copy_version, reader, version, into, verify)
 
     @contextlib.asynccontextmanager
     async def lease(self, version: int | Manifest) -> AsyncIterator[Mapping[str, torch.Tensor]]:
@@ -166,7 +170,8 @@ class WeightStore:
         with reader.lease(_number(version)) as (found, views):
             self._check_publication(version, found)
             if self._fingerprint:
-                self._check_fingerprint(found, await asyncio.to_thread(fingerprint_of, views))
+                read = await asyncio.to_thread(fingerprint_of, views)
+                self._check_read(found, wrote=found.fingerprint, read=read)
             yield views
 
     def retain(self, versions: int) -> None:
@@ -206,7 +211,6 @@ class WeightStore:
                     retained=self._retain,
                     fingerprinted=self._fingerprint,
                     transfer_dtype=self._transfer_dtype,
-                    copy_threads=self._copy_threads,
                 )
         return self._writer.write(version, tensors, timeout_s=self._timeout_s)
 
@@ -239,13 +243,21 @@ class WeightStore:
             self._reader = attached
             return attached
 
-    def _copy_version(self, reader: ArenaReader, version: int | Manifest, into: Mapping[str, torch.Tensor]) -> Manifest:
+    def _copy_version(
+        self,
+        reader: ArenaReader,
+        version: int | Manifest,
+        into: Mapping[str, torch.Tensor],
+        verify: Literal["sample", "all"],
+    ) -> Manifest:
         with reader.lease(_number(version)) as (found, views):
             self._check_publication(version, found)
             found.check_against(into)
-            read = read_into(into, views, digested=self._fingerprint, threads=self._copy_threads)
-        if read is not None:
-            self._check_fingerprint(found, read)
+            read = read_into(into, views, digested=self._fingerprint and verify == "all")
+            if read is not None:
+                self._check_read(found, wrote=found.fingerprint, read=read)
+            elif self._fingerprint:
+                self._check_read(found, wrote=reader.sample(found.version), read=sample_of(into))
         return found
 
     def _check_publication(self, asked: int | Manifest, found: Manifest) -> None:
@@ -260,11 +272,9 @@ class WeightStore:
                 f"set weights.fingerprint to the same value on both ends"
             )
 
-    def _check_fingerprint(self, found: Manifest, read: str) -> None:
-        if read != found.fingerprint:
-            raise WeightMismatch(
-                f"version {found.version}: the publisher wrote {found.fingerprint}, and {read} was read"
-            )
+    def _check_read(self, found: Manifest, *, wrote: str | None, read: str) -> None:
+        if read != wrote:
+            raise WeightMismatch(f"version {found.version}: the publisher wrote {wrote}, and {read} was read")
 
 
 def _number(version: int | Manifest) -> int:

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 import torch
-from forgelite.launch import free_port
 from monarch.actor import this_proc
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import DeviceMesh
@@ -20,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from forgelite.config import TrainerConfig
 from forgelite.config.loss import ClipLossConfig
+from forgelite.launching import free_port
 from forgelite.mesh.environment import station_environment
 from forgelite.mesh.fleet import Fleet
 from forgelite.mesh.processes import Station

@@ -200,3 +200,25 @@ async def test_two_readers_of_a_host_pull_once(trainer: RemoteStore, stage: Stag
     assert isinstance(here := await first, Manifest)
     assert here == await second
     await puller.close.call()
+
+
+async def test_an_offered_version_is_not_overwritten_until_it_is_released(stage: Stage) -> None:
+    store = WeightStore(directory=MemoryDirectory(), run_id=RUN, retain=1, timeout_s=0.2)
+    manifest = await store.publish(1, filled(1))
+    offer = await stage.sources["a"].offer.call_one(manifest.segment, 1, ((0, 64),), 60.0)
+    await store.publish(2, filled(2))
+    with pytest.raises(WeightError, match="lease"):
+        await store.publish(3, filled(3))
+    assert await stage.sources["a"].release.call_one(offer.lease) is True
+    await store.publish(3, filled(3))
+    store.close()
+
+
+async def test_the_lease_of_a_reader_that_is_gone_ends_by_itself(stage: Stage) -> None:
+    store = WeightStore(directory=MemoryDirectory(), run_id=RUN, retain=1, timeout_s=20.0)
+    manifest = await store.publish(1, filled(1))
+    offer = await stage.sources["a"].offer.call_one(manifest.segment, 1, ((0, 64),), 0.3)
+    await store.publish(2, filled(2))
+    await store.publish(3, filled(3))  # waits for the lease
+    assert await stage.sources["a"].release.call_one(offer.lease) is False
+    store.close()

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forgelite.weights.fingerprint import fingerprint_of
+from forgelite.weights.fingerprint import fingerprint_of, sample_of
 from tests.unit.weights_memory import awkward_tensors
 
 
@@ -50,3 +50,16 @@ def test_a_tensor_left_over_from_an_older_version_changes_the_fingerprint() -> N
 )
 def test_equal_bytes_of_another_dtype_or_shape_have_another_fingerprint(other: torch.Tensor) -> None:
     assert fingerprint_of({"w": other}) != fingerprint_of({"w": torch.zeros(8)})
+
+
+@pytest.mark.parametrize("elements", [1 << 12, (1 << 12) + 1, (1 << 20) + 4097])
+def test_a_sample_notices_another_versions_megabyte_a_shift_and_a_copy_that_broke_off(elements: int) -> None:
+    tensors = {"w": torch.arange(elements, dtype=torch.int32)}
+    before = sample_of(tensors)
+    stale = tensors["w"].clone()
+    stale[: 1 << 18] += 1
+    cut = tensors["w"].clone()
+    cut[-1] = 0
+    others = (stale, cut, tensors["w"].roll(1))
+    assert len({before, *(sample_of({"w": other}) for other in others)}) == 4
+    assert sample_of({"w": tensors["w"].clone()}) == before

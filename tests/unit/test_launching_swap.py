@@ -1,0 +1,27 @@
+from __future__ import annotations
+
+import pytest
+
+from forgelite.errors import ConfigError
+from forgelite.launching import choose_swap
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "carrier", "chosen"),
+    [
+        ("auto", "cpu", "shm", "zero_copy"),
+        ("zero_copy", "cpu", "rdma", "zero_copy"),
+        ("auto", "cpu", "filesystem", "copy"),
+        ("copy", "cpu", "shm", "copy"),
+        ("auto", "cuda", "shm", "copy"),
+    ],
+)
+def test_versions_are_served_in_place_where_shared_memory_meets_a_cpu_and_nobody_asked_for_copies(
+    asked: str, device: str, carrier: str, chosen: str
+) -> None:
+    assert choose_swap(asked, device, carrier) == chosen
+
+
+def test_serving_in_place_on_a_gpu_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"weights\.swap=zero_copy, but the policy runs on cuda"):
+        choose_swap("zero_copy", "cuda", "shm")

@@ -55,7 +55,7 @@ def actors(tmp_path_factory: pytest.TempPathFactory, gate: Path) -> Iterator[tup
         open_store=partial(open_store, f"test-{os.getpid()}", gate),
     )
     assert trainer.setup.call_one(setup).get(timeout=SECONDS) == 0
-    reference.setup.call_one(model, 64, 0, 1.0).get(timeout=SECONDS)
+    reference.setup.call_one(model, 64, 0, 1.0, 8).get(timeout=SECONDS)
     yield trainer, reference
     trainer.close.call_one().get(timeout=SECONDS)
     processes.stop().get(timeout=SECONDS)

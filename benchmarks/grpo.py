@@ -104,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory(prefix="forgelite-bench-") as folder:
         ensure_warm_start(Path(folder, "warm-start"))
         measured = take_turns(contestants(arguments.steps), arguments.repeats, Path(folder))
-    title = f"GRPO on the toy, {arguments.steps} steps, {os.cpu_count()} CPUs, load average before: {load:.1f}"
+    title = f"GRPO on the toy, medians; {arguments.steps} steps, {os.cpu_count()} CPUs, load before {load:.1f}"
     print_report("grpo", report_rows(measured), title=title)
 
 

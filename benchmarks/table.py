@@ -41,13 +41,10 @@ def is_met(row: Row) -> bool | None:
 
 
 def spread(values: Sequence[float]) -> str:
-    """A note on repeated measurements: how many, the least and the largest.
-
-    Example: `"median of 3: 812 to 1,010"`.
-    """
+    """A note on repeated measurements: the least, the largest, and how many. Example: `"812 to 1,010 in 3"`."""
     if len(values) < 2:
-        return "one run"
-    return f"median of {len(values)}: {_number(min(values))} to {_number(max(values))}"
+        return "measured once"
+    return f"{_number(min(values))} to {_number(max(values))} in {len(values)}"
 
 
 def median_row(case: str, values: Sequence[float], unit: str, *, goal: float | None = None) -> Row:
@@ -80,8 +77,11 @@ def json_line(benchmark: str, rows: Sequence[Row]) -> str:
 
 def _table(rows: Sequence[Row], title: str) -> Table:
     table = Table(title=title, title_justify="left")
-    for name, justify in (("case", "left"), ("value", "right"), ("unit", "left"), ("goal", "right"), ("", "left")):
-        table.add_column(name, justify=justify)
+    table.add_column("case", min_width=max(len(row.case) for row in rows))
+    table.add_column("value", justify="right", no_wrap=True)
+    table.add_column("unit", no_wrap=True)
+    table.add_column("goal", justify="right", no_wrap=True)
+    table.add_column("")
     for row in rows:
         goal = "" if row.goal is None else f"{'≤' if row.at_most else '≥'} {_number(row.goal)}"
         style = {True: "green", False: "red", None: ""}[is_met(row)]

@@ -50,7 +50,7 @@ def test_a_goal_is_a_floor_or_a_ceiling(value, goal, at_most, met):
 
 def test_a_median_comes_with_its_spread():
     row = median_row("samples_per_s", [1010.0, 812.0, 950.0], "samples/s")
-    assert (row.value, row.note) == (950.0, "median of 3: 812 to 1,010")
+    assert (row.value, row.note) == (950.0, "812 to 1,010 in 3")
 
 
 def test_start_up_and_evaluation_are_outside_the_measured_span():

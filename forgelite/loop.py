@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -166,7 +167,7 @@ class Loop:
         self._left_out: list[Score] = []  # of samples that were scored since the last step and will not be trained
         self._filtered_in_a_row = 0
         self._failed_in_a_row = 0
-        self._failed_groups = 0
+        self._failures: Counter[str] = Counter()  # by reason
 
     async def run(self) -> None:
         """Train until `config.steps` optimizer steps are done.
@@ -274,10 +275,13 @@ class Loop:
             self.ledger.move([trajectory_id], State.FILTERED, reason)
         if not scored.group.trajectories:
             self._left_out += scored.scores
-        if scored.failed:
-            self._failed_groups += 1
-            if self._failed_groups.bit_count() == 1:  # the 1st, 2nd, 4th, 8th ...: a notice, not a flood
-                self._observer.on_note(f"{_first_failure(scored)} [groups with failures so far: {self._failed_groups}]")
+        for trajectory_id, failure in scored.failed.items():
+            self._failures[failure.reason] += 1
+            count = self._failures[failure.reason]
+            if count.bit_count() == 1:  # the 1st, 2nd, 4th, 8th ... of each kind: a notice, not a flood
+                self._observer.on_note(
+                    f"{trajectory_id} failed ({failure.reason}): {failure.message} [so far: {count}]"
+                )
         if scored.scores:
             self._failed_in_a_row = 0
         elif any(f.reason != PROCESS for f in scored.failed.values()):

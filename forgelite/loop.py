@@ -156,12 +156,12 @@ class Loop:
         self.version = version  # the trainer's
         self.served_version = version  # the policy's, as acknowledged
         self.ledger = Ledger()
+        self._room = asyncio.Event()
         self._queue = self._make_queue()
         self._in_flight: dict[str, tuple[Prompt, asyncio.Task[None]]] = {}  # being rolled out or scored
         self._batches_taken = version
         self._waiting = False  # for a batch
         self._next_group = 0
-        self._room = asyncio.Event()
         self._update: asyncio.Task[None] | None = None
         self._update_metrics: Mapping[str, Any] = {}
         self._left_out: list[Score] = []  # of samples that were scored since the last step and will not be trained
@@ -264,7 +264,7 @@ class Loop:
         scored = await self._score_group(group_id, prompt, members)
         del self._in_flight[group_id]
         self._account(scored)
-        if scored.group.trajectories:
+        if scored.group.trajectories or (scored.filtered and not self._config.replace_filtered):
             self._queue.put(scored.group)
         self._room.set()
 
@@ -305,6 +305,7 @@ class Loop:
             max_policy_age=self._config.max_policy_age,
             on_stale=self._config.on_stale,
             on_rejected=self._on_rejected,
+            on_skipped=self._room.set,
         )
 
     def _on_rejected(self, group: Group, reason: str) -> None:

@@ -20,7 +20,11 @@ from forgelite.types import Group, Trajectory
 
 
 class GroupQueue:
-    """Ready groups. Not thread-safe: it belongs to the controller's event loop."""
+    """Ready groups. Not thread-safe: it belongs to the controller's event loop.
+
+    A group without trajectories (its members were filtered, and none is sampled in its place) takes its place in a
+    batch and brings nothing to it.
+    """
 
     def __init__(
         self,
@@ -30,18 +34,21 @@ class GroupQueue:
         max_policy_age: int,
         on_stale: OnStale,
         on_rejected: Callable[[Group, str], None] = lambda group, reason: None,
+        on_skipped: Callable[[], None] = lambda: None,
     ) -> None:
         """Args:
         ledger: every move of a trajectory is written there.
         capacity: most groups that wait; a further one pushes out the oldest.
         max_policy_age, on_stale: see `drop_stale`.
         on_rejected: called with a group of which nothing is left, and the reason.
+        on_skipped: called when a batch without a trajectory was skipped.
         """
         self._ledger = ledger
         self._capacity = capacity
         self._max_policy_age = max_policy_age
         self._on_stale = on_stale
         self._on_rejected = on_rejected
+        self._on_skipped = on_skipped
         self._arrived: deque[Group] = deque()  # not judged yet
         self._young: deque[Group] = deque()  # young enough at version `_judged_at`; older than all that arrived
         self._judged_at = -1
@@ -68,13 +75,17 @@ class GroupQueue:
         """Wait for `count` groups that the loss may take at `trainer_version`.
 
         The trainer's version does not move while the caller waits here, so every group of the returned batch is
-        within the bound. Nothing leaves the queue before the whole batch is there, so a cancelled wait loses nothing.
+        within the bound, and the batch is not empty: `count` groups in a row without trajectories are skipped. Nothing
+        else leaves the queue before the whole batch is there, so a cancelled wait loses nothing.
         In the ledger the groups stay queued until the step is done: a step that fails has trained nothing.
         """
         while True:
             self._judge(trainer_version)
-            if len(self._young) >= count:
-                return [self._young.popleft() for _ in range(count)]
+            while len(self._young) >= count:
+                batch = [self._young.popleft() for _ in range(count)]
+                if any(group.trajectories for group in batch):
+                    return batch
+                self._on_skipped()
             self._arrival.clear()
             await self._arrival.wait()
 
@@ -86,6 +97,9 @@ class GroupQueue:
             self._judged_at = trainer_version
         while self._arrived:
             group = self._arrived.popleft()
+            if not group.trajectories:
+                self._young.append(group)
+                continue
             kept, rejected = drop_stale(
                 group.trajectories,
                 trainer_version=trainer_version,
@@ -106,7 +120,7 @@ class GroupQueue:
     def _reject(self, group: Group, kept: list[Trajectory], rejected: list[Trajectory], reason: str) -> None:
         self._ledger.move(_ids(rejected), State.REJECTED, reason)
         group.trajectories = kept
-        if not kept:
+        if rejected and not kept:
             self._on_rejected(group, reason)
 
 

@@ -76,6 +76,9 @@ class LoopConfig(Section):
     groups_per_step: int = Field(16, ge=1, description="prompts in one batch")
     group_size: int = Field(8, ge=1, description="trajectories of each prompt")
     filter_zero_variance: bool = Field(True, description="leave out groups whose rewards are all equal")
+    replace_filtered: bool = Field(
+        True, description="sample other groups in the place of filtered ones; false: the batch is smaller by them"
+    )
     max_groups_in_flight: int = Field(256, ge=1, description="most groups being sampled at once; caps depth")
     max_groups_queued: int = Field(1024, ge=1, description="most groups waiting; at depth null the oldest goes first")
     batch_timeout_s: float = Field(1800.0, gt=0, description="the run fails when a batch takes longer")

@@ -205,7 +205,7 @@ class PolicyClient:
                 self._settle(result.request_id, result.outcome)
 
     def _settle(self, request_id: str, outcome: Outcome) -> None:
-        waiter = self._waiting.get(request_id)  # none: its deadline has passed, or its caller was cancelled
+        waiter = self._waiting.pop(request_id, None)  # none: its deadline has passed, or its caller was cancelled
         if waiter is not None and not waiter.done():
             waiter.set_result(outcome)
 

@@ -22,5 +22,6 @@ def test_the_program_in_the_readme_trains(warm_start: Path, tmp_path: Path):
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert "'ledger/trained': 256" in done.stdout
+    (trained,) = re.findall(r"'ledger/trained': (\d+)", done.stdout)
+    assert int(trained) > 64
     assert (tmp_path / "hf" / "model.safetensors").exists()

@@ -69,10 +69,10 @@ def test_an_override_reaches_engine_arguments_by_vllm_s_names():
         ("loop.batch_timeout_s=600", r"loop\.batch_timeout_s=600.*rollout\.timeout_s=600"),
         ("mesh.trainer_processes=2", r"data_parallel_shard_degree=1.*mesh\.trainer_processes=2"),
         ("trainer.lr_scheduler.warmup_steps=9", r"warmup_steps=9 exceeds trainer\.lr_scheduler\.total_steps=5"),
-        ("policy.sampling.max_tokens=96", r"policy\.sampling\.max_tokens=96.*trainer\.training\.seq_len=96"),
+        ("policy.sampling.max_tokens=48", r"policy\.sampling\.max_tokens=48.*trainer\.training\.seq_len=48"),
         (
             "policy.engine.max_model_len=128",
-            r"policy\.engine\.max_model_len=128.*trainer\.training\.seq_len=96",
+            r"policy\.engine\.max_model_len=128.*trainer\.training\.seq_len=48",
         ),
         ("weights.folder=somewhere", r"weights\.folder=somewhere is for weights\.carrier=filesystem"),
         ("weights.carrier=pigeon", r"weights\.carrier: .*'filesystem'"),

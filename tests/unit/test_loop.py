@@ -105,6 +105,21 @@ async def test_groups_of_equal_rewards_are_filtered_and_replaced():
         assert all(len({t.score.reward for t in g.trajectories}) > 1 for g in groups)
 
 
+async def test_filtered_groups_are_not_replaced_if_so_configured_and_no_batch_is_empty():
+    def mostly_equal(sample, rng):
+        return Score(reward=float(rng.random() < 0.2))
+
+    run = make_run(steps=8, filter_zero_variance=True, reward=mostly_equal, loop={"replace_filtered": False})
+    await run.loop.run()
+    sizes = [sum(bool(g.trajectories) for g in groups) for _, groups in run.recorder.groups]
+    assert len(sizes) == 8
+    assert all(1 <= size <= 3 for size in sizes)
+    assert min(sizes) < 3
+    ledger = run.loop.ledger
+    assert ledger.count(State.TRAINED) == 2 * sum(sizes)
+    check_stamps_and_ages(run, 1)
+
+
 async def test_a_run_whose_rewards_are_all_equal_says_so_and_ends_at_its_deadline_naming_the_gate():
     run = make_run(
         filter_zero_variance=True, reward=lambda sample, rng: Score(reward=1.0), loop={"batch_timeout_s": 0.2}
@@ -258,9 +273,10 @@ async def test_the_policy_is_updated_every_sync_every_steps_and_at_the_end():
     sync_every=st.integers(1, 2),
     reissue=st.booleans(),
     drop=st.booleans(),
+    replace=st.booleans(),
 )
 def test_every_schedule_keeps_the_bound_the_account_and_its_capacity(
-    seed, depth, max_policy_age, on_stale, sync_every, reissue, drop
+    seed, depth, max_policy_age, on_stale, sync_every, reissue, drop, replace
 ):
     """Random delays, failures, equal rewards and stale groups: the run always gets its batches, none too old."""
     if depth is not None:
@@ -284,7 +300,7 @@ def test_every_schedule_keeps_the_bound_the_account_and_its_capacity(
         filter_zero_variance=True,
         drop_group_on_failure=drop,
         reward=reward,
-        loop={"max_groups_in_flight": 8, "max_groups_queued": 6 if depth is None else 15},
+        loop={"replace_filtered": replace, "max_groups_in_flight": 8, "max_groups_queued": 6 if depth is None else 15},
     )
     asyncio.run(run.loop.run())
     ledger = run.loop.ledger

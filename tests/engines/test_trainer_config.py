@@ -61,7 +61,7 @@ def test_what_does_not_work_is_refused(section: str, key: str, value: object, me
 
 
 def test_a_warm_up_longer_than_the_schedule_is_refused() -> None:
-    with pytest.raises(ValidationError, match=r"warmup_steps \(20\) exceeds lr_scheduler.total_steps \(10\)"):
+    with pytest.raises(ValidationError, match=r"warmup_steps=20 exceeds trainer\.lr_scheduler\.total_steps=10"):
         TrainerConfig.model_validate({"lr_scheduler": {"warmup_steps": 20, "total_steps": 10}})
 
 

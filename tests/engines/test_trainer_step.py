@@ -126,7 +126,7 @@ def test_the_proximal_policy_is_the_one_of_a_forward_pass_before_the_step(model:
 
 
 def test_a_loss_of_the_user_s_that_is_not_there_is_refused(model: ModelConfig) -> None:
-    with pytest.raises(ConfigError, match=r"loss\.path: cannot import nowhere:f"):
+    with pytest.raises(ConfigError, match=r"loss\.path: cannot import nowhere"):
         _trainer(model, CustomLossConfig(path="nowhere:f", uses_ratio=True))
 
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -76,7 +77,12 @@ def running_app(log: Path, module: str, *arguments: str) -> Iterator[RunningApp]
     """Start `python -m module arguments`; whatever is left of it at the end of the block is killed."""
     with log.open("wb") as out:
         process = subprocess.Popen(
-            [sys.executable, "-m", module, *arguments], cwd=ROOT, stdout=out, stderr=subprocess.STDOUT
+            [sys.executable, "-m", module, *arguments],
+            cwd=ROOT,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            # Where the tests run in the background of a shell, Ctrl-C is ignored, and children inherit that.
+            preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
         )
     app = RunningApp(process, log)
     try:

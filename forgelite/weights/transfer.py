@@ -7,12 +7,17 @@ about to be overwritten: about half of the time of `copy_`.
 The digest is taken block by block, of the source, right after the block was copied: the block still lies in the
 core's cache, where XXH3 is several times as fast as from memory. A second pass over the same bytes would cost as
 much as the copy itself. docs/weights.md has the figures.
+
+Large sets of tensors are shared by a few threads: both copy and digest run outside of the interpreter's lock, one core
+does not fill the memory's bandwidth, and where no other core is free nothing is lost.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import xxhash
@@ -21,23 +26,57 @@ import xxhash
 # which glibc writes around the cache.
 BLOCK_BYTES = 1 << 18
 
+MAX_THREADS = 4  # that share a copy; from four on the bandwidth of the memory is the limit
+_WORTH_A_THREAD = 1 << 25  # bytes: a few milliseconds, many times what it costs to start one
+_SHARED = (
+    1 << 19
+)  # bytes of a tensor, on average: of smaller ones the interpreter does most of the work, under its lock
 
-@torch.inference_mode()  # a target may be a parameter that needs gradients, or made in inference mode
-def copy_many(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], *, digested: bool) -> list[int] | None:
+
+def copy_many(
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], *, digested: bool, threads: int | None = None
+) -> list[int] | None:
     """Copy each source into its target.
 
     Args:
         pairs: (target, source), as for `copy`; no two targets overlap.
         digested: whether to take digests.
+        threads: that share the pairs; None: one, and for large tensors one more for each 32 MB, as far as there are
+            cores, at most `MAX_THREADS`.
 
     Returns:
         The digest of each pair, as of `copy_digested`; None if they were not asked for.
     """
-    if digested:
-        return [_copy_digested(target, source) for target, source in pairs]
-    for target, source in pairs:
-        _copy(target, source)
-    return None
+    count = _threads_for(pairs) if threads is None else threads
+    digests = [0] * len(pairs)
+    # The largest first, each to whoever is free: the threads end at about the same time.
+    order = iter(sorted(range(len(pairs)), key=lambda i: -pairs[i][1].nbytes)) if count > 1 else iter(range(len(pairs)))
+    if count == 1:
+        _copy_each(order, pairs, digests, digested)
+    else:
+        with ThreadPoolExecutor(count, thread_name_prefix="weights-copy") as pool:
+            for share in [pool.submit(_copy_each, order, pairs, digests, digested) for _ in range(count)]:
+                share.result()
+    return digests if digested else None
+
+
+def _threads_for(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> int:
+    nbytes = sum(source.nbytes for _, source in pairs)
+    if nbytes < _SHARED * len(pairs):
+        return 1
+    return min(1 + nbytes // _WORTH_A_THREAD, len(os.sched_getaffinity(0)), MAX_THREADS)
+
+
+@torch.inference_mode()  # a target may be a parameter that needs gradients, or made in inference mode
+def _copy_each(
+    order: Iterator[int], pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], digests: list[int], digested: bool
+) -> None:
+    for i in order:  # several threads may draw from it: a step of this iterator holds the interpreter's lock
+        target, source = pairs[i]
+        if digested:
+            digests[i] = _copy_digested(target, source)
+        else:
+            _copy(target, source)
 
 
 @torch.inference_mode()

@@ -66,3 +66,18 @@ def test_tied_tensors_arrive_in_separate_targets() -> None:
 def test_a_target_of_another_shape_is_an_error_and_not_a_write_beyond_its_end() -> None:
     with pytest.raises(RuntimeError, match="size"):
         copy_many([(torch.zeros(2), torch.zeros(3))], digested=True)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_threads_that_share_a_copy_bring_every_tensor_and_its_digest_to_its_place(threads: int) -> None:
+    sources = [torch.randn(1 + 1000 * (i % 7)) for i in range(40)]
+    targets = [torch.zeros_like(source) for source in sources]
+    digests = copy_many(list(zip(targets, sources, strict=True)), digested=True, threads=threads)
+    assert digests == [tensor_digest(source) for source in sources]
+    assert all(torch.equal(target, source) for target, source in zip(targets, sources, strict=True))
+
+
+def test_an_error_in_one_of_the_threads_that_share_a_copy_is_raised() -> None:
+    pairs = [(torch.zeros(3), torch.ones(3)), (torch.zeros(2), torch.ones(3))]
+    with pytest.raises(RuntimeError, match="size"):
+        copy_many(pairs, digested=False, threads=2)

@@ -24,12 +24,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
 from forgelite.errors import WeightError, WeightMismatch
 from forgelite.weights.fused_order import padded_rows, side_by_side
-from forgelite.weights.manifest import TensorInfo, describe, memory_of
+from forgelite.weights.manifest import Manifest, TensorInfo, describe, memory_of
 
 PAGE = 4096
 MAX_SLOTS = (PAGE // 8 - 16) // 8
@@ -278,3 +279,15 @@ def _check_plain(name: str, tensor: torch.Tensor) -> None:
 
 def _round_up(size: int, multiple: int) -> int:
     return (size + multiple - 1) // multiple * multiple
+
+
+def manifest_of(layout: ArenaLayout, path: Path, version: int, written: str | None) -> Manifest:
+    """The manifest of a version in the segment at `path`."""
+    return Manifest(
+        version=version,
+        carrier="shm",
+        segment=str(path),
+        tensors=layout.infos,
+        nbytes=layout.payload_bytes,
+        fingerprint=written,
+    )

@@ -23,8 +23,8 @@ from monarch.actor import Actor, ActorError, concurrent_endpoint
 from monarch.rdma import RDMABuffer, get_rdma_backend
 
 from forgelite.errors import ConfigError, ForgeliteError, WeightError, WeightMismatch
-from forgelite.weights.arena import ArenaWriter, Writing
 from forgelite.weights.arena_peer import ArenaPeer
+from forgelite.weights.arena_writer import ArenaWriter, Writing
 from forgelite.weights.fingerprint import combine, tensor_digest
 from forgelite.weights.manifest import Manifest, StoredPiece, TensorInfo
 from forgelite.weights.pieces import Piece, copy_overlap, whole

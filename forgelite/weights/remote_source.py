@@ -19,8 +19,8 @@ from monarch.actor import Actor, concurrent_endpoint
 from monarch.rdma import RDMABuffer, RDMATcpFallbackWarning
 
 from forgelite.errors import VersionUnavailable
-from forgelite.weights.arena import ArenaReader
 from forgelite.weights.arena_peer import ArenaPeer
+from forgelite.weights.arena_reader import ArenaReader
 
 Range = tuple[int, int]  # start and length, in bytes from the start of a slot
 

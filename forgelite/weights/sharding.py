@@ -23,8 +23,8 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from forgelite.errors import WeightError, WeightMismatch
-from forgelite.weights.arena import ArenaWriter, Writing
 from forgelite.weights.arena_peer import ArenaPeer
+from forgelite.weights.arena_writer import ArenaWriter, Writing
 from forgelite.weights.fingerprint import combine, tensor_digest
 from forgelite.weights.manifest import Manifest, StoredPiece, TensorInfo, check_tensors, shorten
 from forgelite.weights.pieces import Piece, assign, copy_overlap, held_piece, local_part, whole

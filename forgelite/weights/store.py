@@ -21,7 +21,8 @@ import torch
 
 from forgelite.errors import VersionUnavailable, WeightError, WeightMismatch
 from forgelite.weights.announcing import Announcements
-from forgelite.weights.arena import ArenaReader, ArenaWriter
+from forgelite.weights.arena_reader import ArenaReader
+from forgelite.weights.arena_writer import ArenaWriter
 from forgelite.weights.directory import Directory
 from forgelite.weights.fingerprint import fingerprint_of, sample_of
 from forgelite.weights.manifest import Manifest

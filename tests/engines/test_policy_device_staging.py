@@ -10,7 +10,8 @@ import torch
 from forgelite.errors import WeightError
 from forgelite.policy.device_staging import DeviceStaging
 from forgelite.weights import SHARED_MEMORY
-from forgelite.weights.arena import ArenaReader, ArenaWriter
+from forgelite.weights.arena_reader import ArenaReader
+from forgelite.weights.arena_writer import ArenaWriter
 from tests.unit.weights_memory import awkward_tensors, same_bits
 
 pytestmark = pytest.mark.gpu

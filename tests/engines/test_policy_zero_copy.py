@@ -11,7 +11,8 @@ import torch
 
 from forgelite.errors import WeightMismatch
 from forgelite.weights import SHARED_MEMORY, arena_layout
-from forgelite.weights.arena import ArenaReader, ArenaWriter
+from forgelite.weights.arena_reader import ArenaReader
+from forgelite.weights.arena_writer import ArenaWriter
 from tests.engines.policy_process import (
     ARCHITECTURES,
     ENGINE,

@@ -18,7 +18,7 @@ from forgelite.config.loss import ClipLossConfig
 from forgelite.errors import TrainingDiverged
 from forgelite.scoring.reference_actor import ReferenceActor
 from forgelite.trainer.actor import TrainerActor, TrainerSetup
-from forgelite.weights.arena import ArenaReader
+from forgelite.weights.arena_reader import ArenaReader
 from forgelite.wire import decode_tensors, encode_batch
 from tests.engines.tiny import model_config, one_each, save_llama, sequences
 from tests.engines.trainer_store import open_store

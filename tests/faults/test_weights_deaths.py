@@ -8,7 +8,7 @@ import pytest
 
 from forgelite.errors import VersionUnavailable, WeightError
 from forgelite.weights import SHARED_MEMORY, reclaim
-from forgelite.weights.arena import ArenaReader
+from forgelite.weights.arena_reader import ArenaReader
 from tests.faults.weights_processes import (
     filled,
     hold_a_lease,

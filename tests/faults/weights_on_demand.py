@@ -10,7 +10,7 @@ import torch
 
 from forgelite.errors import VersionUnavailable, WeightError
 from forgelite.weights import SHARED_MEMORY, Manifest, WeightStore
-from forgelite.weights.arena import ArenaWriter
+from forgelite.weights.arena_writer import ArenaWriter
 from tests.faults.weights_processes import filled, is_whole
 from tests.unit.weights_memory import MemoryDirectory
 

@@ -18,7 +18,8 @@ import torch
 
 from forgelite.errors import VersionUnavailable
 from forgelite.weights import SHARED_MEMORY, segment
-from forgelite.weights.arena import ArenaReader, ArenaWriter
+from forgelite.weights.arena_reader import ArenaReader
+from forgelite.weights.arena_writer import ArenaWriter
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.faults.weights_processes"])

@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import Partial, _StridedShard
 
 from forgelite.errors import WeightMismatch
 from forgelite.weights import SHARED_MEMORY, WeightStore, reclaim
-from forgelite.weights.arena import ArenaReader
+from forgelite.weights.arena_reader import ArenaReader
 from forgelite.weights.manifest import Manifest, describe
 from forgelite.weights.resharding import fetch_shards
 from forgelite.weights.sharding import ShardedPublisher

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from forgelite.errors import VersionUnavailable, WeightError, WeightMismatch
 from forgelite.weights import SHARED_MEMORY, arena_layout
-from forgelite.weights.arena import ArenaReader, ArenaWriter
+from forgelite.weights.arena_reader import ArenaReader
+from forgelite.weights.arena_writer import ArenaWriter
 from forgelite.weights.fingerprint import fingerprint_of
 from tests.unit.weights_memory import awkward_tensors, own_segments, same_bits
 

@@ -13,7 +13,7 @@ import torch
 
 from forgelite.errors import WeightError, WeightMismatch
 from forgelite.weights import SHARED_MEMORY, sharding
-from forgelite.weights.arena import ArenaReader
+from forgelite.weights.arena_reader import ArenaReader
 from forgelite.weights.fingerprint import fingerprint_of
 from forgelite.weights.manifest import Manifest, describe
 from forgelite.weights.pieces import Piece

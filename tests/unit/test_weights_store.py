@@ -14,7 +14,7 @@ import torch
 
 from forgelite.errors import VersionUnavailable, WeightError, WeightMismatch
 from forgelite.weights import Manifest, WeightStore
-from forgelite.weights.arena import ArenaWriter
+from forgelite.weights.arena_writer import ArenaWriter
 from tests.unit.weights_memory import MemoryDirectory, awkward_tensors, own_segments, same_bits
 
 
@@ -244,7 +244,7 @@ async def test_without_fingerprints_nothing_is_computed_and_a_reader_that_wants_
     directory: MemoryDirectory, policy: WeightStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = WeightStore(directory=directory, run_id="test", fingerprint=False)
-    for module in ("arena", "store"):
+    for module in ("arena_writer", "store"):
         monkeypatch.setattr(f"forgelite.weights.{module}.fingerprint_of", None)
     manifest = await plain.publish(1, filled(1))
     assert manifest.fingerprint is None

@@ -284,8 +284,8 @@ def ensure_warm_start(folder: Path) -> None:
     run_process(command, folder / "sft.txt")
 
 
-def run_process(command: Sequence[str], log: Path) -> Finished:
-    """Run a command in the repository's root and wait for it, sampling its memory.
+def run_process(command: Sequence[str], log: Path, *, folder: Path = ROOT) -> Finished:
+    """Run a command in a folder (the repository's root) and wait for it, sampling its memory.
 
     Exits with the end of its output if it fails or takes longer than `DEADLINE_S`.
     """
@@ -293,7 +293,7 @@ def run_process(command: Sequence[str], log: Path) -> Finished:
     started, peak = time.monotonic(), 0.0
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=output, stderr=output, start_new_session=True
+            command, cwd=folder, env=environment, stdout=output, stderr=output, start_new_session=True
         )
         try:
             while process.poll() is None and time.monotonic() < started + DEADLINE_S:

@@ -3,10 +3,11 @@
 The public names, each with its own documentation:
 
     the run        GRPOConfig, SFTConfig, load_config, prepare, make_rollout, launch, Stations, Loop, evaluate
+    the endpoint   ServeConfig, launch_policy, open_endpoint, open_rollout_endpoint, HarnessRollout
     the records    Prompt, GroupRequest, SamplingParams, Completion, VersionSpan, Trajectory, Group, Score,
                    Failure, TrainingBatch, StepResult
     your own parts Environment, Transition, SingleTurn, RewardSample, Rollout, score_group
-    the stations   PolicyClient, WeightStore, Manifest, Ledger, GroupQueue, pack, unpack
+    the stations   PolicyService, WeightStore, Manifest, Ledger, GroupQueue, pack, unpack
     errors         ForgeliteError and its kinds, see `forgelite.errors`
 
 A name is imported when it is first used (PEP 562), so `import forgelite` loads neither torch nor an engine, and a
@@ -24,22 +25,27 @@ if TYPE_CHECKING:
     from forgelite.buffer.packing import unpack as unpack
     from forgelite.buffer.queue import GroupQueue as GroupQueue
     from forgelite.config import GRPOConfig as GRPOConfig
+    from forgelite.config import ServeConfig as ServeConfig
     from forgelite.config import SFTConfig as SFTConfig
     from forgelite.config import load_config as load_config
     from forgelite.errors import ForgeliteError as ForgeliteError
     from forgelite.evaluation import evaluate as evaluate
     from forgelite.launching import Stations as Stations
     from forgelite.launching import launch as launch
+    from forgelite.launching import launch_policy as launch_policy
     from forgelite.loop import Loop as Loop
-    from forgelite.policy.client import PolicyClient as PolicyClient
+    from forgelite.policy.service import PolicyService as PolicyService
     from forgelite.preparation import make_rollout as make_rollout
+    from forgelite.preparation import open_rollout_endpoint as open_rollout_endpoint
     from forgelite.preparation import prepare as prepare
     from forgelite.rollout.environment import Environment as Environment
     from forgelite.rollout.environment import SingleTurn as SingleTurn
     from forgelite.rollout.environment import Transition as Transition
     from forgelite.rollout.episode import Rollout as Rollout
+    from forgelite.rollout.harness import HarnessRollout as HarnessRollout
     from forgelite.scoring.group import score_group as score_group
     from forgelite.scoring.reward import RewardSample as RewardSample
+    from forgelite.serving import open_endpoint as open_endpoint
     from forgelite.types import Completion as Completion
     from forgelite.types import Failure as Failure
     from forgelite.types import Group as Group
@@ -58,17 +64,19 @@ _HOME = {
     "forgelite.buffer.ledger": ("Ledger",),
     "forgelite.buffer.packing": ("pack", "unpack"),
     "forgelite.buffer.queue": ("GroupQueue",),
-    "forgelite.config": ("GRPOConfig", "SFTConfig", "load_config"),
+    "forgelite.config": ("GRPOConfig", "SFTConfig", "ServeConfig", "load_config"),
     "forgelite.errors": ("ForgeliteError",),
     "forgelite.evaluation": ("evaluate",),
-    "forgelite.launching": ("Stations", "launch"),
+    "forgelite.launching": ("Stations", "launch", "launch_policy"),
     "forgelite.loop": ("Loop",),
-    "forgelite.policy.client": ("PolicyClient",),
-    "forgelite.preparation": ("make_rollout", "prepare"),
+    "forgelite.policy.service": ("PolicyService",),
+    "forgelite.preparation": ("make_rollout", "open_rollout_endpoint", "prepare"),
     "forgelite.rollout.environment": ("Environment", "SingleTurn", "Transition"),
     "forgelite.rollout.episode": ("Rollout",),
+    "forgelite.rollout.harness": ("HarnessRollout",),
     "forgelite.scoring.group": ("score_group",),
     "forgelite.scoring.reward": ("RewardSample",),
+    "forgelite.serving": ("open_endpoint",),
     "forgelite.types": (
         *("Completion", "Failure", "Group", "GroupRequest", "Prompt", "SamplingParams", "Score", "StepResult"),
         *("TrainingBatch", "Trajectory", "VersionSpan"),

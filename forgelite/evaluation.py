@@ -10,13 +10,14 @@ from typing import Any
 from forgelite.observe.gates import within
 from forgelite.observe.metrics import Rate
 from forgelite.rollout.episode import Rollout
+from forgelite.rollout.harness import HarnessRollout
 from forgelite.scoring.group import ScoreSamples, reward_sample
 from forgelite.scoring.reward import PROCESS, RewardSample
 from forgelite.types import Failure, Prompt, Score, Trajectory
 
 
 async def evaluate(
-    prompts: Sequence[Prompt], *, rollout: Rollout, score: ScoreSamples, timeout_s: float
+    prompts: Sequence[Prompt], *, rollout: Rollout | HarnessRollout, score: ScoreSamples, timeout_s: float
 ) -> dict[str, Any]:
     """Answer and score `prompts`.
 
@@ -37,7 +38,9 @@ async def evaluate(
     return await within(timeout_s, _evaluate(prompts, rollout, score), "the held-out evaluation (eval.timeout_s)")
 
 
-async def _evaluate(prompts: Sequence[Prompt], rollout: Rollout, score: ScoreSamples) -> dict[str, Any]:
+async def _evaluate(
+    prompts: Sequence[Prompt], rollout: Rollout | HarnessRollout, score: ScoreSamples
+) -> dict[str, Any]:
     start = time.monotonic()
     # "eval" keeps the request ids apart from those of training groups.
     rolled_out = await asyncio.gather(*(rollout.run(f"eval{p.prompt_id}", p, 1) for p in prompts))

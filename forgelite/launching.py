@@ -2,7 +2,7 @@
 
     spawn all processes ──> set up all engines at the same time ──> [the run] ──> close ──> stop
 
-The policy is spawned first: importing vLLM takes longest, so everything else hides behind it.
+Importing vLLM takes longest, so everything else hides behind it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import re
 import secrets
 import socket
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,14 +23,16 @@ from typing import Any, Literal
 
 from monarch.actor import this_proc
 
-from forgelite.config import GRPOConfig, MeshConfig, RewardConfig, SFTConfig
+from forgelite.config import GRPOConfig, MeshConfig, RewardConfig, ServeConfig, SFTConfig, StationConfig
 from forgelite.errors import ConfigError
 from forgelite.mesh.environment import station_environment
 from forgelite.mesh.fleet import Fleet
 from forgelite.mesh.processes import Station
-from forgelite.policy.actor import ActorCalls, PolicyActor
-from forgelite.policy.client import PolicyClient
 from forgelite.policy.environment import policy_environment
+from forgelite.policy.replicas import ReplicaSettings
+from forgelite.policy.service import PolicyService
+from forgelite.policy.tensor_parallel import tensor_parallel_size
+from forgelite.policy_stations import ReplicaLauncher, ReplicaPlan
 from forgelite.scoring.reference_actor import ReferenceActor
 from forgelite.scoring.reward_actor import RewardActor, RewardSpec
 from forgelite.scoring.reward_client import RewardClient, seconds_to_score
@@ -74,12 +76,27 @@ def choose_device(asked: Literal["auto", "cpu", "cuda"]) -> Device:
 
 
 def choose_swap(
-    asked: Literal["auto", "copy", "zero_copy"], device: Device, carrier: Carrier
+    asked: Literal["auto", "copy", "zero_copy"], device: Device, carrier: Carrier, ranks: int = 1
 ) -> Literal["copy", "zero_copy"]:
-    """How the policy takes new weights. Raises ConfigError when they cannot be used in place on this device."""
+    """How the policy takes new weights.
+
+    Args:
+        asked: `weights.swap`.
+        device: of the policy.
+        carrier: of the weights.
+        ranks: processes of one replica (`policy.engine.tensor_parallel_size`).
+
+    Raises:
+        ConfigError: they cannot be used in place on this device, or by ranks that compute with slices of them.
+    """
+    if asked == "zero_copy" and ranks > 1:
+        raise ConfigError(
+            f"weights.swap=zero_copy, but policy.engine.tensor_parallel_size={ranks}: a rank computes with slices of "
+            "the tensors; set weights.swap=copy or auto"
+        )
     if asked == "zero_copy" and device != "cpu":
         raise ConfigError(f"weights.swap=zero_copy, but the policy runs on {device}: set weights.swap=copy or auto")
-    in_place = device == "cpu" and carrier in ("shm", "rdma")
+    in_place = device == "cpu" and carrier in ("shm", "rdma") and ranks == 1
     return "zero_copy" if in_place and asked != "copy" else "copy"
 
 
@@ -114,33 +131,25 @@ async def launch(config: GRPOConfig, *, on_phase: Callable[[str], None] = lambda
     mesh, run_id, training = config.mesh, _run_identity(config.run.dir), config.trainer.training
     temperature = config.policy.sampling.temperature
     carrier = choose_carrier(config.weights.carrier, hosts={platform.node()})
-    swap = choose_swap(config.weights.swap, device, carrier)
+    swap = choose_swap(config.weights.swap, device, carrier, tensor_parallel_size(config.policy.engine))
     on_phase(f"weights travel by {carrier}, and the policy takes them by {swap}")
     settings = _store_settings(config, run_id, carrier, swap)
-    async with _nothing_left_of(run_id), Fleet(stop_timeout_s=mesh.stop_timeout_s) as fleet:
-        policy = fleet.spawn(
-            "policy",
-            PolicyActor,
-            environment=policy_environment(device) | _environment(mesh, device, mesh.policy_gpus),
-        )
+    async with _nothing_left_of(run_id), Fleet(stop_timeout_s=mesh.stop_timeout_s) as fleet, AsyncExitStack() as ending:
         trainer = _spawn_trainer(fleet, mesh, device)
         trainer_handle = TrainerHandle(
             trainer, timeout_s=mesh.call_timeout_s, publish_timeout_s=config.weights.timeout_s
         )
         puller = await start_carrier(fleet, settings, mesh, _environment(mesh, "cpu", None), on_phase)
+        launcher = ReplicaLauncher(fleet, _replica_plan(config, device, swap, partial(open_store, settings, puller)))
+        service = PolicyService(
+            launcher.start,
+            settings=_replica_settings(config, update_timeout_s=config.weights.timeout_s + INNER_FIRST_S),
+            request_timeout_s=config.policy.request_timeout_s,
+            max_open_requests=config.policy.max_open_requests,
+            on_dead=fleet.fail,
+        )
         setups = [
-            policy.call(
-                policy.actor.setup.call_one(
-                    config.model.path,
-                    dict(config.policy.engine),
-                    config.run.seed,
-                    0,
-                    partial(open_store, settings, puller),
-                    swap,
-                ),
-                mesh.setup_timeout_s,
-                SETUP,
-            ),
+            service.start(),
             _start_rewards(fleet, config.reward, mesh),
             _set_up_trainer(
                 trainer,
@@ -170,31 +179,24 @@ async def launch(config: GRPOConfig, *, on_phase: Callable[[str], None] = lambda
             setup = reference.actor.setup.call_one(config.model, row_length, config.run.seed, temperature, rows)
             setups.append(reference.call(setup, mesh.setup_timeout_s, SETUP))
             reference_handle = ReferenceHandle(reference, row_length=row_length, timeout_s=mesh.call_timeout_s)
-        capabilities, reward_process, *_ = await fleet.together(*setups)
+        ending.push_async_callback(service.close)
+        _, reward_process, *_ = await fleet.together(*setups)
+        ending.push_async_callback(_close_trainer, trainer_handle)
+        capabilities = launcher.capabilities
         on_phase("policy: " + ", ".join(f"{name} {value}" for name, value in capabilities.items()))
-        client = PolicyClient(
-            ActorCalls(policy.actor, policy.answer),
-            request_timeout_s=config.policy.request_timeout_s,
-            update_timeout_s=config.weights.timeout_s + INNER_FIRST_S,
-            answer_s=mesh.answer_timeout_s,
+        yield Stations(
+            policy=PolicyHandle(service, trainer_handle, update=config.policy.update),
+            trainer=trainer_handle,
+            rewards=RewardClient(
+                reward_process,
+                replace=partial(_start_rewards, fleet, config.reward, mesh),
+                seconds_for=partial(seconds_to_score, config.reward),
+                max_hung_threads=config.reward.max_hung_threads,
+            ),
+            reference=reference_handle if config.reference.enabled else None,
+            died=fleet.died,
+            capabilities=capabilities,
         )
-        try:
-            yield Stations(
-                policy=PolicyHandle(client, trainer_handle, keep_kv=config.policy.update.kv == "keep"),
-                trainer=trainer_handle,
-                rewards=RewardClient(
-                    reward_process,
-                    replace=partial(_start_rewards, fleet, config.reward, mesh),
-                    seconds_for=partial(seconds_to_score, config.reward),
-                    max_hung_threads=config.reward.max_hung_threads,
-                ),
-                reference=reference_handle if config.reference.enabled else None,
-                died=fleet.died,
-                capabilities=capabilities,
-            )
-        finally:
-            await client.close()
-            await _close_trainer(trainer_handle)
 
 
 @asynccontextmanager
@@ -224,6 +226,38 @@ async def launch_trainer(
             await _close_trainer(handle)
 
 
+@dataclass(kw_only=True, slots=True, frozen=True)
+class ServedPolicy:
+    """A policy without a trainer. Example: `async with launch_policy(config) as served: await served.died`."""
+
+    service: PolicyService
+    died: asyncio.Future[None]  # raises StationDied when the last replica is lost for good
+    capabilities: dict[str, Any]  # what the engine can do, and where it runs
+
+
+@asynccontextmanager
+async def launch_policy(
+    config: ServeConfig, *, on_phase: Callable[[str], None] = lambda text: None
+) -> AsyncIterator[ServedPolicy]:
+    """The policy alone, with weights that never change. Raises as `launch` does."""
+    device = choose_device(config.mesh.device)
+    on_phase(f"starting the policy on {device}")
+    async with Fleet(stop_timeout_s=config.mesh.stop_timeout_s) as fleet, AsyncExitStack() as ending:
+        launcher = ReplicaLauncher(fleet, _replica_plan(config, device, "copy", None))
+        service = PolicyService(
+            launcher.start,
+            settings=_replica_settings(config, update_timeout_s=config.mesh.answer_timeout_s),
+            request_timeout_s=config.policy.request_timeout_s,
+            max_open_requests=config.policy.max_open_requests,
+            on_dead=fleet.fail,
+        )
+        ending.push_async_callback(service.close)
+        await fleet.together(service.start())
+        capabilities = launcher.capabilities
+        on_phase("policy: " + ", ".join(f"{name} {value}" for name, value in capabilities.items()))
+        yield ServedPolicy(service=service, died=fleet.died, capabilities=capabilities)
+
+
 def _spawn_trainer(fleet: Fleet, mesh: MeshConfig, device: Device) -> Station:
     environment = _environment(mesh, device, mesh.trainer_gpus)
     return fleet.spawn("trainer", TrainerActor, environment=environment, processes=mesh.trainer_processes)
@@ -239,9 +273,56 @@ def _store_settings(
         retain=weights.retain,
         fingerprint=weights.fingerprint,
         timeout_s=weights.timeout_s,
-        served_in_place=config.policy.replicas if swap == "zero_copy" else 0,
+        # Replicas that serve hold one version, or two while they update; one that is being removed holds an older one.
+        served_in_place=min(config.policy.replicas, 2) if swap == "zero_copy" else 0,
         transfer_dtype=config.transfer_dtype,
         folder=weights.folder or str(Path(config.run.dir, "weights").absolute()),
+    )
+
+
+def _replica_plan(
+    config: GRPOConfig | ServeConfig,
+    device: Device,
+    swap: Literal["copy", "zero_copy"],
+    open_reader: Callable[[], Any] | None,
+) -> ReplicaPlan:
+    mesh, replicas = config.mesh, config.policy.replicas
+    shares: tuple[str, ...] = ()
+    if device == "cuda" and mesh.policy_gpus is not None:
+        gpus = [gpu.strip() for gpu in mesh.policy_gpus.split(",")]
+        size = len(gpus) // replicas
+        if size < (ranks := tensor_parallel_size(config.policy.engine)):
+            raise ConfigError(
+                f"mesh.policy_gpus={mesh.policy_gpus} gives each of policy.replicas={replicas} replicas {size}, but "
+                f"policy.engine.tensor_parallel_size={ranks} needs one GPU a rank"
+            )
+        shares = tuple(",".join(gpus[start : start + size]) for start in range(0, len(gpus), size))
+    elif device == "cuda" and replicas > 1:
+        raise ConfigError(f"policy.replicas={replicas} on GPUs: say in mesh.policy_gpus which ones are theirs")
+    return ReplicaPlan(
+        model_path=config.model.path,
+        engine=config.policy.engine,
+        seed=config.run.seed,
+        swap=swap,
+        open_reader=open_reader,
+        environment=policy_environment(device) | _environment(mesh, device, None),
+        setup_timeout_s=mesh.setup_timeout_s,
+        tokenizer=config.model.tokenizer,
+        gpu_shares=shares,
+        step_timeout_s=config.policy.hang_timeout_s,
+    )
+
+
+def _replica_settings(config: GRPOConfig | ServeConfig, *, update_timeout_s: float) -> ReplicaSettings:
+    policy = config.policy
+    return ReplicaSettings(
+        replicas=policy.replicas,
+        max_restarts=policy.max_restarts,
+        restart_window_s=policy.restart_window_s,
+        heartbeat_timeout_s=policy.heartbeat_timeout_s,
+        hang_timeout_s=policy.hang_timeout_s,
+        update_timeout_s=update_timeout_s,
+        answer_s=config.mesh.answer_timeout_s,
     )
 
 
@@ -280,7 +361,7 @@ def _schedule_steps(config: GRPOConfig | SFTConfig) -> int:
     return max(config.loop.steps, config.trainer.lr_scheduler.warmup_steps, 1)
 
 
-def _environment(mesh: MeshConfig, device: Device, gpus: str | None) -> dict[str, str]:
+def _environment(mesh: StationConfig, device: Device, gpus: str | None) -> dict[str, str]:
     # Actors of user modules are imported by name in the children, so they see what this process sees.
     paths = [os.getcwd(), os.environ.get("PYTHONPATH", "")]
     environment = station_environment(cpu_threads=mesh.cpu_threads, PYTHONPATH=os.pathsep.join(p for p in paths if p))

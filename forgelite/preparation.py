@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
-from collections.abc import Sequence
+import os
+import secrets
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from forgelite.checkpoint import checkpoint_step
-from forgelite.config import DataConfig, GRPOConfig, MetricsConfig, ModelConfig, SFTConfig, import_object, to_yaml
+from forgelite.config import (
+    DataConfig,
+    EndpointConfig,
+    GRPOConfig,
+    MetricsConfig,
+    ModelConfig,
+    ServeConfig,
+    SFTConfig,
+    import_object,
+    to_yaml,
+)
 from forgelite.errors import ConfigError
 from forgelite.launching import Stations, choose_device
 from forgelite.losses import make_loss
@@ -19,9 +33,11 @@ from forgelite.rollout.dataset import PromptStream, check_column, load_rows
 from forgelite.rollout.demonstration import Demonstrations, demonstration
 from forgelite.rollout.environment import EnvironmentFactory, SingleTurn
 from forgelite.rollout.episode import Rollout, derive_seed
+from forgelite.rollout.harness import Harness, HarnessRollout, load_harness
 from forgelite.rollout.tokenizer import Tokenizer, load_tokenizer, prompt_maker, read_vocab_size
 from forgelite.scoring.advantages import make_advantages
 from forgelite.scoring.reward import load_reward
+from forgelite.serving import Endpoint, open_endpoint
 from forgelite.types import Prompt, SamplingParams, Trajectory
 
 PROMPT_KINDS = (str, list)  # a text, or chat messages
@@ -36,6 +52,7 @@ class Inputs:
     held_out: Sequence[Prompt]  # empty: no evaluation
     sampling: SamplingParams
     environment: EnvironmentFactory
+    harness: Harness | None  # in the place of the environment
 
 
 def prepare(config: GRPOConfig) -> Inputs:
@@ -71,6 +88,7 @@ def prepare(config: GRPOConfig) -> Inputs:
             if config.rollout.environment
             else SingleTurn
         ),
+        harness=load_harness(config.rollout.harness, "rollout.harness") if config.rollout.harness else None,
     )
 
 
@@ -114,32 +132,93 @@ def open_recorder(
     return recorder
 
 
-def make_rollout(config: GRPOConfig, inputs: Inputs, stations: Stations, *, greedy: bool = False) -> Rollout:
+def make_rollout(
+    config: GRPOConfig,
+    inputs: Inputs,
+    stations: Stations,
+    *,
+    greedy: bool = False,
+    endpoint: Endpoint | None = None,
+) -> Rollout | HarnessRollout:
     """How the prompts of this run are rolled out.
 
     Args:
         config, inputs: of the run.
         stations: its policy generates.
         greedy: take the likeliest token at every place (held-out evaluation).
+        endpoint: that `rollout.harness` talks to, see `open_rollout_endpoint`; None: there is no harness.
+
+    Raises:
+        ConfigError: `rollout.harness` is given and there is no endpoint.
     """
     sampling = inputs.sampling
     if greedy:
-        sampling = SamplingParams(
-            max_tokens=sampling.max_tokens, temperature=0.0, stop_token_ids=sampling.stop_token_ids
+        sampling = dataclasses.replace(sampling, temperature=0.0)
+    max_tokens = min(config.trainer.training.seq_len, stations.capabilities["max_model_len"])
+    if inputs.harness is not None:
+        if endpoint is None:
+            raise ConfigError("rollout.harness needs an endpoint: open one with open_rollout_endpoint")
+        return HarnessRollout(
+            harness=inputs.harness,
+            recorder=endpoint.recorder,
+            base_url=endpoint.base_url,
+            api_key=endpoint.api_key or "",
+            sampling=sampling,
+            seed=config.run.seed,
+            max_tokens=max_tokens,
+            timeout_s=config.rollout.timeout_s,
         )
     return Rollout(
         generator=stations.policy,
         tokenizer=inputs.tokenizer,
         sampling=sampling,
         seed=config.run.seed,
-        max_tokens=min(config.trainer.training.seq_len, stations.capabilities["max_model_len"]),
+        max_tokens=max_tokens,
         environment=inputs.environment,
         max_turns=config.rollout.max_turns,
         timeout_s=config.rollout.timeout_s,
     )
 
 
-def _sampling(config: GRPOConfig, tokenizer: Tokenizer) -> SamplingParams:
+@asynccontextmanager
+async def open_rollout_endpoint(
+    config: GRPOConfig, inputs: Inputs, stations: Stations
+) -> AsyncIterator[Endpoint | None]:
+    """The endpoint that `rollout.harness` talks to, on a free port of this machine; None where there is no harness."""
+    if inputs.harness is None:
+        yield None
+        return
+    async with open_endpoint(
+        stations.policy.service,
+        settings=EndpointConfig(port=0, recorded_sessions=0),
+        tokenizer=inputs.tokenizer,
+        sampling=inputs.sampling,
+        max_model_len=stations.capabilities["max_model_len"],
+        api_key=secrets.token_urlsafe(24),
+        request_timeout_s=config.policy.request_timeout_s,
+    ) as endpoint:
+        yield endpoint
+
+
+def prepare_serving(config: ServeConfig) -> tuple[Tokenizer, SamplingParams, str | None]:
+    """Check what `apps.serve` serves.
+
+    Returns:
+        The tokenizer, what a request is sampled with where it says nothing, and the API key (None: none is asked for).
+
+    Raises:
+        ConfigError: as `prepare`, and the environment variable of the key is not set.
+    """
+    choose_device(config.mesh.device)
+    variable = config.endpoint.api_key_env
+    key = None if variable is None else os.environ.get(variable, "")
+    if key == "":
+        raise ConfigError(f"endpoint.api_key_env={variable}, but that environment variable is not set or empty")
+    tokenizer = open_tokenizer(config.model)
+    return tokenizer, _sampling(config, tokenizer), key
+
+
+def _sampling(config: GRPOConfig | ServeConfig, tokenizer: Tokenizer) -> SamplingParams:
     wanted = config.policy.sampling
     stop = wanted.stop_token_ids
     if stop is None:
@@ -153,6 +232,8 @@ def _sampling(config: GRPOConfig, tokenizer: Tokenizer) -> SamplingParams:
         top_k=wanted.top_k,
         min_p=wanted.min_p,
         stop_token_ids=tuple(stop),
+        stop=tuple(wanted.stop),
+        ignore_eos=wanted.ignore_eos,
     )
 
 

@@ -10,13 +10,14 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from forgelite.buffer.packing import pack, unpack
+from forgelite.config import UpdateConfig
 from forgelite.loop import Usage
 from forgelite.mesh.processes import Station
-from forgelite.policy.client import PolicyClient
+from forgelite.policy.service import PolicyService
 from forgelite.scoring.coalesce import Coalescer
 from forgelite.scoring.reward import RewardSample
 from forgelite.scoring.reward_actor import ScoringReply
-from forgelite.types import Completion, GroupRequest, StepResult, TrainingBatch, Trajectory
+from forgelite.types import Completion, Failure, GroupRequest, StepResult, TrainingBatch, Trajectory
 from forgelite.weights.manifest import Manifest
 from forgelite.wire import decode_tensors, encode_batch
 
@@ -82,38 +83,62 @@ class TrainerHandle:
 
 
 class PolicyHandle:
-    """The policy: generation through its client, updates from what the trainer published last."""
+    """The policy: generation through its service, updates from what the trainer published last."""
 
-    def __init__(self, client: PolicyClient, trainer: TrainerHandle, *, keep_kv: bool) -> None:
+    def __init__(self, service: PolicyService, trainer: TrainerHandle, *, update: UpdateConfig) -> None:
         """Args:
-        client: to the policy's process.
+        service: of the policy's replicas.
         trainer: its last manifest says where a version lies.
-        keep_kv: `policy.update.kv` is `keep`.
+        update: `policy.update`. With mode "barrier" the loop starts no rollout while an update waits, so the engine
+            only has to let running sequences end.
         """
-        self._client = client
+        self._service = service
         self._trainer = trainer
-        self._keep_kv = keep_kv
+        self._update = update
 
-    async def generate_group(self, request: GroupRequest) -> list[Completion]:
-        """See `PolicyClient.generate_group`."""
-        return await self._client.generate_group(request)
+    @property
+    def service(self) -> PolicyService:
+        """The service itself, for an endpoint in front of it."""
+        return self._service
+
+    async def generate_group(self, request: GroupRequest) -> list[Completion | Failure]:
+        """See `PolicyService.generate_group`."""
+        return await self._service.generate_group(request)
+
+    async def cancel(self, group_id: str) -> int:
+        """Abort all open requests of a group; returns how many there were. See `PolicyService.cancel`."""
+        return await self._service.cancel(group_id)
 
     async def update_weights(self, version: int) -> Mapping[str, Any]:
-        """Take a published version; returns `sync/fetch_s` (the whole update) and `sync/pause_s` (no sampling)."""
+        """Take a published version; returns metrics once every serving replica has acknowledged.
+
+        They are `sync/fetch_s` (the whole update), `sync/pause_s` (no sampling, of the replica that paused longest),
+        and the account of the replicas: how many serve, and the totals of restarts and of requests handed on.
+        """
         start = time.monotonic()
-        manifest = self._trainer.manifest
-        report = await self._client.update_weights(
-            version, manifest if manifest and manifest.version == version else None, keep_kv=self._keep_kv
+        manifest, update, service = self._trainer.manifest, self._update, self._service
+        report = await service.update_weights(
+            version,
+            manifest if manifest and manifest.version == version else None,
+            mode="drain" if update.mode == "barrier" else update.mode,
+            keep_kv=update.kv == "keep",
+            drain_timeout_s=update.drain_timeout_s,
         )
-        return {"sync/fetch_s": time.monotonic() - start, "sync/pause_s": report.paused_s}
+        return {
+            "sync/fetch_s": time.monotonic() - start,
+            "sync/pause_s": report.paused_s,
+            "policy/replicas_serving": service.replicas_serving,
+            "policy/restarts": service.restarts,
+            "policy/redispatched": service.redispatched,
+        }
 
     async def version(self) -> int:
-        """The version that the engine computes with."""
-        return await self._client.version()
+        """The version that every serving replica has acknowledged."""
+        return await self._service.version()
 
     async def usage(self) -> Usage:
-        """What the engine has done so far."""
-        stats = await self._client.stats()
+        """What the engines have done so far; the time is the mean of a replica."""
+        stats = await self._service.stats()
         return Usage(busy_s=stats.busy_s, generated_tokens=stats.generated_tokens)
 
 

@@ -68,6 +68,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()  # the stop token itself is part of the completion
     ignore_eos: bool = False  # keep sampling past the stop tokens
     seed: int | None = None  # None: the engine draws one, different for every request
+    stop: tuple[str, ...] = ()  # texts that end a turn; the tokens of the text stay in the completion
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -83,6 +84,8 @@ class GroupRequest:
     sampling: SamplingParams
     n: int = 1
     session: str | None = None  # turns of one rollout share it, so that they find the same prefix cache
+    partials: tuple[Completion, ...] | None = None  # [n], go on from them; those that are finished stay as they are
+    progress_s: float | None = None  # report the tokens sampled so far every so many seconds; 0: every step
 
 
 @dataclass(kw_only=True, slots=True)

@@ -20,7 +20,7 @@ async def main(config: GRPOConfig) -> None:
     from forgelite.evaluation import evaluate
     from forgelite.launching import launch
     from forgelite.loop import Loop
-    from forgelite.preparation import make_rollout, open_recorder, prepare
+    from forgelite.preparation import make_rollout, open_recorder, open_rollout_endpoint, prepare
     from forgelite.scoring.group import score_group
 
     inputs = prepare(config)
@@ -32,12 +32,15 @@ async def main(config: GRPOConfig) -> None:
         rollouts_per_step=config.metrics.rollouts_per_step,
         checkpoint=checkpoint,
     ) as recorder:
-        async with launch(config, on_phase=recorder.on_phase) as stations:
+        async with (
+            launch(config, on_phase=recorder.on_phase) as stations,
+            open_rollout_endpoint(config, inputs, stations) as endpoint,
+        ):
             loop = Loop(
                 config=config.loop,
                 row_length=config.trainer.training.seq_len,
                 prompts=inputs.prompts,
-                roll_out=make_rollout(config, inputs, stations).run,
+                roll_out=make_rollout(config, inputs, stations, endpoint=endpoint).run,
                 score_group=partial(
                     score_group,
                     score=stations.rewards.score,
@@ -52,7 +55,7 @@ async def main(config: GRPOConfig) -> None:
                 evaluate=partial(
                     evaluate,
                     inputs.held_out,
-                    rollout=make_rollout(config, inputs, stations, greedy=True),
+                    rollout=make_rollout(config, inputs, stations, greedy=True, endpoint=endpoint),
                     score=stations.rewards.score,
                     timeout_s=config.eval.timeout_s,
                 )

@@ -20,9 +20,11 @@ from forgelite.config.schema import (
     RolloutConfig,
     RunConfig,
     SamplingConfig,
+    StationConfig,
     UpdateConfig,
     WeightsConfig,
 )
+from forgelite.config.serve import EndpointConfig, ServeConfig
 from forgelite.config.sft import SFTConfig, SFTLoopConfig
 from forgelite.config.trainer import TrainerConfig
 
@@ -30,6 +32,7 @@ __all__ = [
     "AdvantageConfig",
     "CheckpointConfig",
     "DataConfig",
+    "EndpointConfig",
     "EvalConfig",
     "GRPOConfig",
     "GRPOMeshConfig",
@@ -47,6 +50,8 @@ __all__ = [
     "SFTConfig",
     "SFTLoopConfig",
     "SamplingConfig",
+    "ServeConfig",
+    "StationConfig",
     "TrainerConfig",
     "UpdateConfig",
     "WeightsConfig",

@@ -20,6 +20,7 @@ from forgelite.config.schema import (
     RolloutConfig,
     RunConfig,
     WeightsConfig,
+    check_policy_gpus,
 )
 from forgelite.config.section import Section
 from forgelite.config.trainer import TrainerConfig, check_schedule, check_world_size
@@ -36,7 +37,9 @@ class GRPORunConfig(RunConfig):
 class GRPOMeshConfig(MeshConfig):
     """Processes, devices and deadlines."""
 
-    policy_gpus: str | None = Field(None, description="GPUs of the policy, as in CUDA_VISIBLE_DEVICES")
+    policy_gpus: str | None = Field(
+        None, description="GPUs of the policy, as in CUDA_VISIBLE_DEVICES; divided among policy.replicas"
+    )
     reference_gpus: str | None = Field(None, description="GPUs of the reference")
     answer_timeout_s: float = Field(60.0, gt=0, description="a policy that leaves a short call unanswered is dead")
 
@@ -89,6 +92,7 @@ class GRPOConfig(Section):
         self._check_weights()
         self._check_lengths()
         self._check_dtype()
+        check_policy_gpus(self.mesh.policy_gpus, self.policy.replicas)
         if self.loop.batch_timeout_s <= self.rollout.timeout_s:
             raise ValueError(
                 f"loop.batch_timeout_s={self.loop.batch_timeout_s:g} must be longer than "

@@ -56,8 +56,26 @@ class RolloutConfig(Section):
     environment: str | None = Field(
         None, description="module:function that makes an environment from the tokenizer; none: a single turn"
     )
-    max_turns: int = Field(16, ge=1, description="most turns of one trajectory; then it ends with 'length'")
-    timeout_s: float = Field(600.0, gt=0, description="deadline of the first turn of a group, and of all later ones")
+    harness: str | None = Field(
+        None,
+        description="module:function, async, that plays a rollout against the OpenAI endpoint, in the place of an "
+        "environment",
+    )
+    max_turns: int = Field(
+        16, ge=1, description="most turns of one trajectory; then it ends with 'length' (a harness counts its own)"
+    )
+    timeout_s: float = Field(
+        600.0, gt=0, description="deadline of the first turn of a group, and of all later ones; of a harness's rollout"
+    )
+
+    @model_validator(mode="after")
+    def _is_played_by_one(self) -> RolloutConfig:
+        if self.environment is not None and self.harness is not None:
+            raise ValueError(
+                f"rollout.environment={self.environment} and rollout.harness={self.harness} are two ways to play a "
+                "rollout: give one"
+            )
+        return self
 
 
 class LoopConfig(Section):
@@ -108,12 +126,28 @@ class LoopConfig(Section):
 class UpdateConfig(Section):
     """How the policy takes new weights."""
 
-    mode: Literal["in_flight"] = Field(
-        "in_flight", description="in_flight: swap between two engine steps, sequences go on"
+    mode: Literal["in_flight", "drain", "abort", "barrier"] = Field(
+        "in_flight",
+        description="what an update does to running sequences. in_flight: swap between two engine steps, they go on; "
+        "drain: let them end first, hold newcomers; abort: cut them and go on from their tokens; "
+        "barrier: drain whole rollouts, so that generation and training take turns",
     )
     kv: Literal["recompute", "keep"] = Field(
-        "recompute", description="the KV cache of running sequences after an update: recompute it or keep it"
+        "recompute",
+        description="the KV cache of running sequences after an in_flight update: recompute it or keep it",
     )
+    drain_timeout_s: float = Field(
+        300.0, gt=0, description="drain and barrier: how long running sequences may take to end; then the update fails"
+    )
+
+    @model_validator(mode="after")
+    def _keeps_a_cache_that_is_there(self) -> UpdateConfig:
+        if self.kv == "keep" and self.mode != "in_flight":
+            raise ValueError(
+                f"policy.update.kv=keep means nothing with policy.update.mode={self.mode}, which leaves no sequence "
+                "with a KV cache: set policy.update.kv=recompute, or policy.update.mode=in_flight"
+            )
+        return self
 
 
 class SamplingConfig(Section):
@@ -129,6 +163,15 @@ class SamplingConfig(Section):
     stop_token_ids: list[int] | None = Field(
         None, description="tokens that end a turn; none given: the tokenizer's end-of-sequence token"
     )
+    stop: list[str] = Field(default_factory=list, description="texts that end a turn; their tokens stay in it")
+    ignore_eos: bool = Field(False, description="sample past the stop tokens, up to max_tokens (benchmarks)")
+
+    @field_validator("stop")
+    @classmethod
+    def _stop_at_something(cls, stop: list[str]) -> list[str]:
+        if not all(stop):
+            raise ValueError("policy.sampling.stop holds an empty text, which every completion begins with")
+        return stop
 
     @model_validator(mode="after")
     def _can_be_trained(self) -> SamplingConfig:
@@ -144,13 +187,26 @@ class SamplingConfig(Section):
 class PolicyConfig(Section):
     """The vLLM side."""
 
-    replicas: Literal[1] = Field(1, description="policy processes")
+    replicas: int = Field(1, ge=1, description="engines behind one service, each in a process of its own")
+    max_open_requests: int | None = Field(
+        None, ge=1, description="requests that one replica is given at a time, more wait in the service; null: no limit"
+    )
     update: UpdateConfig = Field(default_factory=UpdateConfig)
     sampling: SamplingConfig
     engine: dict[str, Any] = Field(
         default_factory=dict, description="passed to vLLM's EngineArgs, by vLLM's own names; it must hold dtype"
     )
-    request_timeout_s: float = Field(300.0, gt=0, description="deadline of one generation request")
+    request_timeout_s: float = Field(300.0, gt=0, description="deadline of one generation request, waiting included")
+    max_restarts: int = Field(
+        3, ge=0, description="restarts of one replica within policy.restart_window_s; then it is given up"
+    )
+    restart_window_s: float = Field(1800.0, gt=0, description="a restart counts for so long against max_restarts")
+    heartbeat_timeout_s: float = Field(
+        5.0, gt=0, description="a replica that leaves a heartbeat (one a second) unanswered is replaced"
+    )
+    hang_timeout_s: float = Field(
+        120.0, gt=0, description="a replica whose engine has work and makes no step for so long is replaced"
+    )
 
 
 class RewardFunctionConfig(Section):
@@ -214,18 +270,23 @@ class WeightsConfig(Section):
     timeout_s: float = Field(120.0, gt=0, description="deadline of one publish or one update")
 
 
-class MeshConfig(Section):
-    """Processes, devices and deadlines."""
+class StationConfig(Section):
+    """What the processes of every app have in common."""
 
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="where models compute; auto: cuda where torch sees a GPU, else cpu; it is logged"
     )
     cpu_threads: int = Field(1, ge=1, description="OpenMP threads of each process")
+    setup_timeout_s: float = Field(300.0, gt=0, description="deadline for a station to build its engine")
+    stop_timeout_s: float = Field(15.0, gt=0, description="deadline for the processes to stop")
+
+
+class MeshConfig(StationConfig):
+    """Processes, devices and deadlines."""
+
     trainer_gpus: str | None = Field(None, description="GPUs of the trainer, as in CUDA_VISIBLE_DEVICES")
     trainer_processes: int = Field(1, ge=1, description="processes of the trainer, one for each of its GPUs")
-    setup_timeout_s: float = Field(300.0, gt=0, description="deadline for a station to build its engine")
     call_timeout_s: float = Field(600.0, gt=0, description="deadline of one call to a station")
-    stop_timeout_s: float = Field(15.0, gt=0, description="deadline for the processes to stop")
 
 
 class EvalConfig(Section):
@@ -250,3 +311,11 @@ class MetricsConfig(Section):
     progress: Literal["auto", "live", "plain", "none"] = Field(
         "auto", description="live display, plain lines, or nothing; auto: live on a terminal"
     )
+
+
+def check_policy_gpus(gpus: str | None, replicas: int) -> None:
+    """Raise ValueError unless the GPUs of the policy (`mesh.policy_gpus`) divide among its replicas."""
+    if gpus is not None and (count := len(gpus.split(","))) % replicas:
+        raise ValueError(
+            f"mesh.policy_gpus={gpus} names {count} GPUs, which do not divide among policy.replicas={replicas}"
+        )

@@ -39,8 +39,9 @@ def station_environment(*, cpu_threads: int = 1, **station: str) -> dict[str, st
         "OMP_NUM_THREADS": str(cpu_threads),
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        # Engines warn of their own dependencies while they are imported: nothing that a user could act on.
-        "PYTHONWARNINGS": "ignore::FutureWarning",
+        # Engines warn of their own dependencies while they are imported, and Python when it cleans up after a killed
+        # process: nothing that a user could act on.
+        "PYTHONWARNINGS": "ignore::FutureWarning,ignore::UserWarning:multiprocessing.resource_tracker",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         **SUPERVISION,
         **FRAMES,

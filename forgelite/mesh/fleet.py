@@ -45,8 +45,15 @@ class Fleet:
             self._expendable.add(name)
         return station
 
+    def fail(self, error: StationDied) -> None:
+        """End the run because of `error`, as if a station had died that nobody replaces."""
+        if not self.died.done():
+            self.died.set_exception(error)
+
     async def stop(self, station: Station) -> None:
-        """End one station before the others."""
+        """End one station before the others. Nothing happens when it has ended already."""
+        if station not in self._stations:
+            return
         self._stations.remove(station)
         await station.stop(self._stop_timeout_s)
 
@@ -79,9 +86,9 @@ class Fleet:
 
     def _on_fault(self, mesh: str, cause: str) -> None:
         station = next((s for s in self._stations if mesh.startswith(s.name)), None)
-        if station is None or station.name in self._expendable or self.died.done():
-            return  # it is being stopped, or replaced, or is not ours, or is known
-        self.died.set_exception(StationDied(f"station {station.name} died: {cause}"))
+        if station is None or station.name in self._expendable:
+            return  # it is being stopped, or replaced, or is not ours
+        self.fail(StationDied(f"station {station.name} died: {cause}"))
 
 
 def _retrieve(future: asyncio.Future[None]) -> None:

@@ -7,7 +7,11 @@ takes no new ones (it has to be spawned again).
 from __future__ import annotations
 
 import asyncio
+import atexit
 import logging
+import os
+import sys
+import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -23,6 +27,8 @@ from forgelite.observe.gates import within
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+_LATE_S = 10.0  # seconds in which a death is reported: many polls of Monarch's supervision
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -69,8 +75,24 @@ def spawn(name: str, actor: type[Actor], *, environment: Mapping[str, str], proc
     def command(point: Any) -> Any:
         return default_bootstrap_cmd().with_env({**environment, "FORGELITE_STATION": name})
 
-    mesh = this_host().spawn_procs(per_host={"procs": processes}, bootstrap_command=command, name=name)
+    mesh = this_host().spawn_procs(
+        per_host={"procs": processes}, bootstrap_command=command, bootstrap=_skip_teardown, name=name
+    )
     return Station(name=name, processes=mesh, actor=mesh.spawn(name, actor))
+
+
+def _skip_teardown() -> None:
+    """Let a process end where its interpreter would begin to take itself apart: with torch loaded that takes seconds.
+
+    It runs before any actor, so whatever registers for the exit later is still called first.
+    """
+    atexit.register(_exit)
+
+
+def _exit() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 async def answer(name: str, endpoint: Awaitable[T]) -> T:
@@ -102,7 +124,8 @@ def watch_faults(on_fault: Callable[[str, str], None]) -> Iterator[None]:
     """Report the death of any process mesh to `on_fault(mesh name, cause)`, on the running event loop.
 
     Without this, Monarch's default ends the controller by a KeyboardInterrupt at whatever it happens to await. A death
-    is reported more than once (its logger, its actors): `on_fault` must not mind.
+    is reported more than once (its logger, its actors): `on_fault` must not mind. What is reported soon after the block
+    is of processes that ended with it, and is left unsaid.
     """
     loop = asyncio.get_running_loop()
     before = monarch.actor.unhandled_fault_hook
@@ -115,4 +138,14 @@ def watch_faults(on_fault: Callable[[str, str], None]) -> Iterator[None]:
     try:
         yield
     finally:
-        monarch.actor.unhandled_fault_hook = before
+        monarch.actor.unhandled_fault_hook = _after(time.monotonic() + _LATE_S, before)
+
+
+def _after(end: float, hook: Callable[[MeshFailure], None]) -> Callable[[MeshFailure], None]:
+    """`hook`, but for what is reported before `end` on the monotonic clock."""
+
+    def late(failure: MeshFailure) -> None:
+        if time.monotonic() >= end:
+            hook(failure)
+
+    return late

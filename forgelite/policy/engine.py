@@ -33,6 +33,7 @@ from forgelite.policy import cpu_shims
 from forgelite.policy.admission import Limits
 from forgelite.policy.device_staging import DeviceStaging
 from forgelite.policy.engine_protocol import Sampled
+from forgelite.policy.tensor_parallel import Rank, check_ranks, executor_of, unlink_shared_memory
 from forgelite.policy.weights_loading import CheckpointSchema, prepare_copy, read_schema
 from forgelite.policy.zero_copy import bind, prepare_swap
 from forgelite.types import SamplingParams
@@ -47,9 +48,10 @@ _OWN_ARGUMENTS = {  # EngineArgs that forgelite sets: what they guarantee does n
     "logprobs_mode": "behaviour logprobs are those of the distribution sampled from",
     "async_scheduling": "a step that overlaps the next one would straddle an update",
     "disable_log_stats": "forgelite keeps its own statistics",
+    "distributed_executor_backend": "policy.engine.tensor_parallel_size says how many processes a replica has",
 }
 Swap = Literal["copy", "zero_copy"]
-_ONE_DEVICE = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "nnodes")
+_NOT_SPREAD = ("pipeline_parallel_size", "data_parallel_size", "nnodes")
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -192,7 +194,9 @@ class VllmEngine:
         cleanup_dist_env_and_memory()
 
 
-def build_engine(model_path: str | Path, *, engine: Mapping[str, Any], seed: int, swap: Swap = "copy") -> VllmEngine:
+def build_engine(
+    model_path: str | Path, *, engine: Mapping[str, Any], seed: int, swap: Swap = "copy", rank: Rank | None = None
+) -> VllmEngine:
     """Build a vLLM engine in this process, which must have been started with `policy_environment`.
 
     On a CPU it is eager, its linear layers are live, and its KV cache holds what `max_num_seqs` sequences of
@@ -203,6 +207,7 @@ def build_engine(model_path: str | Path, *, engine: Mapping[str, Any], seed: int
         engine: names and values of vLLM's EngineArgs (`policy.engine.*`).
         seed: of the engine's own generator; sequences have seeds of their own.
         swap: see `VllmEngine` (`weights.swap`).
+        rank: of this process in a replica of several, which all build theirs at the same time; None: one process.
 
     Raises:
         ConfigError: the environment, an argument or the folder is wrong; names `policy.engine.<name>`,
@@ -210,6 +215,7 @@ def build_engine(model_path: str | Path, *, engine: Mapping[str, Any], seed: int
     """
     _check_environment()
     _check_arguments(engine)
+    check_ranks(engine, swap, rank)
     architectures = _read_architectures(Path(model_path))
 
     from vllm.platforms import current_platform
@@ -224,7 +230,7 @@ def build_engine(model_path: str | Path, *, engine: Mapping[str, Any], seed: int
         cpu_shims.keep_linears_live()
     cpu_shims.register_architecture(architectures)
 
-    config = _engine_config(model_path, engine, seed, on_cpu)
+    config = _engine_config(model_path, engine, seed, on_cpu, spread=rank is not None)
     if on_cpu and not {"num_gpu_blocks_override", "kv_cache_memory_bytes"} & engine.keys():
         config.cache_config.num_gpu_blocks_override = _kv_blocks(config, _KV_BYTES_ON_CPU)
     model = config.model_config
@@ -233,7 +239,10 @@ def build_engine(model_path: str | Path, *, engine: Mapping[str, Any], seed: int
         tied_head=bool(getattr(model.hf_text_config, "tie_word_embeddings", False)),
         engine_dtype=model.dtype,
     )
-    client = InprocClient(config, Executor.get_class(config), log_stats=False)
+    executor = Executor.get_class(config) if rank is None else executor_of(rank)
+    client = InprocClient(config, executor, log_stats=False)
+    if rank is not None:
+        unlink_shared_memory(rank)
     if client.engine_core.batch_queue is not None:
         client.shutdown()
         raise ConfigError(
@@ -262,8 +271,11 @@ def _check_arguments(engine: Mapping[str, Any]) -> None:
             raise ConfigError(f"policy.engine.{name} is set by forgelite ({_OWN_ARGUMENTS[name]}): leave it out")
         if name not in known:
             raise ConfigError(f"policy.engine.{name}: vLLM's EngineArgs has no such argument")
-        if name in _ONE_DEVICE and value != 1:
-            raise ConfigError(f"policy.engine.{name}={value}: a policy replica is one device, so it must be 1")
+        if name in _NOT_SPREAD and value != 1:
+            raise ConfigError(
+                f"policy.engine.{name}={value}: a replica is spread over devices of one host by tensor parallelism "
+                "only (policy.engine.tensor_parallel_size), so it must be 1"
+            )
     if "kv_cache_memory_bytes" in engine and os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
         raise ConfigError(
             "policy.engine.kv_cache_memory_bytes would be overwritten by the environment variable "
@@ -278,12 +290,14 @@ def _read_architectures(model_path: Path) -> list[str]:
     return json.loads(file.read_text()).get("architectures") or []
 
 
-def _engine_config(model_path: str | Path, engine: Mapping[str, Any], seed: int, on_cpu: bool) -> Any:
+def _engine_config(model_path: str | Path, engine: Mapping[str, Any], seed: int, on_cpu: bool, *, spread: bool) -> Any:
     from vllm import EngineArgs
 
     defaults: dict[str, Any] = {"use_tqdm_on_load": False}
     if on_cpu:
         defaults |= {"enforce_eager": True, "kv_cache_memory_bytes": _KV_BYTES_ON_CPU}
+    if spread:
+        defaults["distributed_executor_backend"] = "external_launcher"
     arguments = defaults | dict(engine)
     try:
         return EngineArgs(

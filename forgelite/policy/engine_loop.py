@@ -2,14 +2,15 @@
 
     submit ──┐                              ┌── step ◄─┐
     abort  ──┼──► inbox ──► [engine thread] ┤          │
-    update ──┘    drained between two steps └── results ──► outbox ──► collect
+    update ──┘    drained between two steps └── news ──► outbox ──► collect
 
 A command runs between two steps and never beside one, so no lock guards the engine, and an update (weights,
 version label and KV reset in one command) falls exactly on a token boundary: every token before it was
 computed by the old weights, every token after it by the new ones. A lock around `step()` would starve the
 callers instead, because the engine thread takes it again at once.
 
-Knows neither vLLM nor torch: the engine behind it is the small protocol `Engine`.
+What is sampled is in `batch.py`, how weights change in `updates.py`. Knows neither vLLM nor torch: the engine behind
+it is the small protocol `Engine`.
 """
 
 from __future__ import annotations
@@ -18,14 +19,24 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
-from forgelite.errors import StationDied, WeightError
+from forgelite.errors import ConfigError, StationDied, WeightError
 from forgelite.policy.admission import REJECTED, rejection
-from forgelite.policy.engine_protocol import ENGINE_DEAD, Engine, EngineStats, Sampled, UpdateReport
-from forgelite.policy.groups import GroupResult, LiveGroup, Member, sampling_fault
-from forgelite.policy.seeds import MemberSeeds
+from forgelite.policy.batch import Batch
+from forgelite.policy.engine_protocol import (
+    DRAIN_TIMEOUT_S,
+    ENGINE_DEAD,
+    UPDATE_MODES,
+    Engine,
+    EngineStats,
+    UpdateMode,
+    UpdateReport,
+)
+from forgelite.policy.groups import GroupProgress, GroupResult
+from forgelite.policy.stop_texts import StopTexts
+from forgelite.policy.updates import SwapFailed, Update, WeightUpdates, unchanged
 from forgelite.types import Failure, GroupRequest
 
 if TYPE_CHECKING:
@@ -42,33 +53,35 @@ class EngineLoop:
     replaced.
     """
 
-    def __init__(self, engine: Engine, *, seed: int, version: int = 0) -> None:
+    def __init__(self, engine: Engine, *, seed: int, version: int = 0, stop_texts: StopTexts | None = None) -> None:
         """Start the thread.
 
         Args:
             engine: owned by the loop from here on; closed by it.
             seed: requests without a seed derive theirs from it.
             version: that of the weights the engine was built with.
+            stop_texts: finds `SamplingParams.stop`; None: requests with stop texts are refused.
         """
         self._engine = engine
         self._limits = engine.limits
+        self._stop_texts = stop_texts
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._one_update = threading.Lock()
 
         # Shared with callers, under the lock.
         self._lock = threading.Condition()
         self._accepted: set[str] = set()  # request ids without a result yet
-        self._outbox: list[GroupResult] = []
+        self._outbox: list[GroupResult | GroupProgress] = []
         self._dead: str | None = None  # why no request is served any more
+        self._stopped = False
 
         # Only touched by the engine thread. Other threads read numbers of it for statistics.
-        self._version = version
-        self._live: dict[str, LiveGroup] = {}
-        self._sequences: dict[str, tuple[LiveGroup, Member]] = {}
-        self._seeds = MemberSeeds(seed)
-        self._finished: list[GroupResult] = []
-        self._born, self._busy_s, self._steps, self._tokens = time.monotonic(), 0.0, 0, 0
+        self._batch = Batch(engine, seed=seed, version=version, stop_texts=stop_texts)
+        self._updates = WeightUpdates(engine, self._batch)
+        self._updated_to: int | None = None  # None: the weights are still those it was built with
+        self._born, self._busy_s, self._steps = time.monotonic(), 0.0, 0
         self._queue_lengths = (0, 0)
-        self._stopped = False
+        self._last_done: float | None = None  # when a step or command ended; None while there is nothing to do
 
         self._thread = threading.Thread(target=self._run, name="policy-engine", daemon=True)
         self._thread.start()
@@ -78,87 +91,132 @@ class EngineLoop:
     @property
     def version(self) -> int:
         """The version of the weights that the next token will be computed with."""
-        return self._version
+        return self._batch.version
+
+    def holds(self, version: int) -> bool:
+        """Whether an update to `version` would change nothing, because one has put it in use already.
+
+        A version that the engine was built with does not count: its folder may hold other weights than those
+        that were published under its number.
+        """
+        return self._updated_to == version
 
     def submit(self, requests: Sequence[GroupRequest]) -> list[Failure | None]:
         """Hand over requests, as one command, and return at once.
+
+        The first request with stop texts loads the tokenizer here, which takes up to seconds.
 
         Returns:
             For each request None when it was accepted, or why it was refused: rejected because of itself, or
             because the engine is broken or closed. An accepted request has exactly one result, a refused one
             has none.
         """
+        stop_fault = self._stop_fault() if any(request.sampling.stop for request in requests) else None
         verdicts: list[Failure | None] = []
         accepted: list[GroupRequest] = []
         with self._lock:
             for request in requests:
-                verdict = self._refusal(request)
+                verdict = self._refusal(request, stop_fault)
                 verdicts.append(verdict)
                 if verdict is None:
                     self._accepted.add(request.request_id)
                     accepted.append(request)
             if accepted:
-                self._inbox.put(lambda: self._admit(accepted))
+                self._inbox.put(partial(self._admit, accepted))
         return verdicts
 
-    def collect(self, timeout_s: float) -> list[GroupResult]:
-        """Wait until at least one request has a result and take all that are there; empty at the timeout.
+    def collect(self, timeout_s: float) -> list[GroupResult | GroupProgress]:
+        """Wait until there is a result or a report and take all that are there; empty at the timeout.
+
+        The reports of a request (`GroupRequest.progress_s`) are in order and come before its result.
 
         Raises:
             StationDied: the engine is broken or closed, and every result has been taken.
         """
         with self._lock:
             self._lock.wait_for(lambda: bool(self._outbox) or self._nothing_to_come(), timeout=timeout_s)
-            results, self._outbox = self._outbox, []
-            if not results and self._nothing_to_come():
+            news, self._outbox = self._outbox, []
+            if not news and self._nothing_to_come():
                 raise StationDied(self._dead)
-        return results
+        return news
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """End requests at the next step boundary.
+        """End requests at the next step boundary, also those that an update holds back.
 
         Each still has its one result, with the tokens sampled so far. Ids that have theirs already, or that
         were never accepted, are ignored.
         """
-        ids = list(request_ids)
-        self._inbox.put(lambda: self._abort(ids))
+        self._inbox.put(partial(self._batch.abort, list(request_ids)))
 
     def update(
-        self, version: int, load: Callable[[], Mapping[str, torch.Tensor]], *, keep_kv: bool = False
+        self,
+        version: int,
+        load: Callable[[], Mapping[str, torch.Tensor]],
+        *,
+        mode: UpdateMode = "in_flight",
+        keep_kv: bool = False,
+        drain_timeout_s: float = DRAIN_TIMEOUT_S,
     ) -> UpdateReport:
         """Prepare new weights in this thread, take them between two steps, and return when they are in use.
+
+        One update is made at a time; a second caller waits for the first. Nothing is loaded where `holds(version)`.
 
         Args:
             version: of the new weights.
             load: gives the tensors by checkpoint name. They are only read, but by an engine that uses them in
                 place (`weights.swap=zero_copy`) until the next update has returned.
-            keep_kv: let running sequences go on with the keys and values of the old weights. Their further
-                tokens are then sampled by neither version's own distribution; the recorded logprobs stay
-                true.
+            mode: what happens to running sequences; `updates.py` shows it.
+            keep_kv: let running sequences go on with the keys and values of the old weights (in_flight only).
+                Their further tokens are then sampled by neither version's own distribution; the recorded
+                logprobs stay true.
+            drain_timeout_s: how long running sequences may take to end, in seconds (drain only).
 
         Raises:
             WeightMismatch: the tensors do not fit. Version and weights are what they were.
-            WeightError: the version is older than the current one while sequences are running.
+            WeightError: the version is older than the current one while sequences are running, there is no such
+                mode, or `keep_kv` is asked for with another one than in_flight.
+            DeadlineExceeded: sequences were still running after `drain_timeout_s`. Version and weights are what
+                they were, and held requests go on.
             StationDied: the engine is broken or closed, or broke because writing failed half-way.
             Exception: whatever `load` raised. Version and weights are what they were.
         """
-        if self._dead is not None:
-            raise StationDied(self._dead)
-        put_in_use = self._engine.prepare_weights(load())
-        asked = time.monotonic()
-        return self._call(lambda: self._update(version, put_in_use, keep_kv, asked))
+        if mode not in UPDATE_MODES:
+            raise WeightError(f"update mode {mode!r} is none of {', '.join(UPDATE_MODES)}")
+        if keep_kv and mode != "in_flight":
+            raise WeightError(f"policy.update.kv=keep with mode {mode!r}: no sequence keeps its KV cache in that mode")
+        with self._one_update:
+            if self._dead is not None:
+                raise StationDied(self._dead)
+            if self.holds(version):
+                return unchanged(version, mode)
+            update = Update(
+                version=version,
+                put_in_use=self._engine.prepare_weights(load()),
+                mode=mode,
+                keep_kv=keep_kv,
+                drain_timeout_s=drain_timeout_s,
+            )
+            with self._lock:  # under it, so that a command is either refused here or run by the thread
+                if self._stopped:
+                    raise StationDied(self._dead or "the policy engine was closed")
+                self._inbox.put(partial(self._begin_update, update))
+            report = update.outcome.result()
+            self._updated_to = version
+            return report
 
     def stats(self) -> EngineStats:
         """Counters of the engine thread; a step in progress is not in them yet."""
         running, waiting = self._queue_lengths
+        now, last_done = time.monotonic(), self._last_done
         return EngineStats(
-            version=self._version,
-            alive_s=time.monotonic() - self._born,
+            version=self._batch.version,
+            alive_s=now - self._born,
             busy_s=self._busy_s,
             steps=self._steps,
-            generated_tokens=self._tokens,
+            generated_tokens=self._batch.sampled_tokens,
             running=running,
             waiting=waiting,
+            last_step_age_s=0.0 if last_done is None else now - last_done,
         )
 
     def close(self) -> None:
@@ -177,40 +235,37 @@ class EngineLoop:
     def _nothing_to_come(self) -> bool:
         return self._dead is not None and not self._accepted
 
-    def _refusal(self, request: GroupRequest) -> Failure | None:
+    def _stop_fault(self) -> str | None:
+        """Why stop texts cannot be found; None when they can."""
+        if self._stop_texts is None:
+            return "stop texts need a tokenizer, and this policy has none"
+        try:
+            self._stop_texts.open()
+        except ConfigError as error:
+            return f"stop texts need a tokenizer: {error}; use stop_token_ids"
+        return None
+
+    def _refusal(self, request: GroupRequest, stop_fault: str | None) -> Failure | None:
         if self._dead is not None:
             return Failure(reason=ENGINE_DEAD, message=self._dead)
+        fault = None
         if request.request_id in self._accepted:
-            message = f"request {request.request_id}: a request of this id is still being sampled"
-            return Failure(reason=REJECTED, message=message)
+            fault = "a request of this id is still being sampled"
+        elif request.sampling.stop and stop_fault is not None:
+            fault = stop_fault
+        if fault is not None:
+            return Failure(reason=REJECTED, message=f"request {request.request_id}: {fault}")
         return rejection(request, self._limits)
-
-    def _call(self, command: Callable[[], Any]) -> Any:
-        """Run a command in the engine thread and wait for what it returns or raises."""
-        outcome: Future[Any] = Future()
-
-        def run() -> None:
-            try:
-                if self._dead is not None:
-                    raise StationDied(self._dead)
-                outcome.set_result(command())
-            except Exception as error:  # travels to the caller
-                outcome.set_exception(error)
-
-        with self._lock:  # `_dead` is set under it, so a command is either refused here or run by the thread
-            if self._stopped:
-                raise StationDied(self._dead or "the policy engine was closed")
-            self._inbox.put(run)
-        return outcome.result()
 
     # In the engine thread.
 
     def _run(self) -> None:
         while not self._stopped:
             try:
-                self._drain()
-                if self._live:
+                self._run_commands()
+                if self._batch.live:
                     self._step()
+                self._updates.advance()
             except Exception as error:  # nothing that happens inside an engine leaves it in a known state
                 self._break(error)
             self._deliver()
@@ -219,10 +274,13 @@ class EngineLoop:
         self._deliver()
         self._engine.close()
 
-    def _drain(self) -> None:
+    def _run_commands(self) -> None:
         """Run the commands that are waiting; sleep until there is one when there is nothing to sample."""
-        command = None if self._live else self._inbox.get()
-        began = time.monotonic()
+        command = None
+        if not self._batch.live:  # then no update is draining either
+            self._last_done = None
+            command = self._inbox.get()
+        began = self._last_done = time.monotonic()
         try:
             while not self._stopped:
                 if command is not None:
@@ -231,136 +289,55 @@ class EngineLoop:
         except queue.Empty:
             pass
         finally:
-            self._busy_s += time.monotonic() - began
+            self._last_done = time.monotonic()
+            self._busy_s += self._last_done - began
 
     def _step(self) -> None:
         began = time.monotonic()
-        for sampled in self._engine.step():
-            self._take(sampled)
+        self._batch.step()
         self._queue_lengths = self._engine.queue_lengths()
         self._steps += 1
-        self._busy_s += time.monotonic() - began
-
-    def _take(self, sampled: Sampled) -> None:
-        known = self._sequences.get(sampled.sequence_id)
-        if known is None:  # its group failed earlier in this step
-            return
-        group, member = known
-        fault = sampling_fault(sampled.logprobs, sampled.token_ids, sampled.finish_reason)
-        if fault is not None:
-            message = f"request {member.sequence_id}, version {self._version}: {fault.message}"
-            self._fail(group, Failure(reason=fault.reason, message=message))
-            return
-        member.extend(sampled.token_ids, sampled.logprobs, self._version)
-        self._tokens += len(sampled.token_ids)
-        if sampled.finish_reason is not None:
-            del self._sequences[sampled.sequence_id]
-            group.end(member, sampled.finish_reason)
-            if group.unfinished == 0:
-                self._finish(group, group.completions())
+        self._last_done = time.monotonic()
+        self._busy_s += self._last_done - began
 
     def _admit(self, requests: Sequence[GroupRequest]) -> None:
-        groups = [LiveGroup.of(request) for request in requests]
         if self._dead is not None:
-            for group in groups:
-                self._finish(group, Failure(reason=ENGINE_DEAD, message=self._dead))
-            return
-        self._live.update({group.request.request_id: group for group in groups})
-        for group in groups:
-            self._add(group)
+            self._batch.refuse(requests, Failure(reason=ENGINE_DEAD, message=self._dead))
+        else:
+            self._batch.admit(requests)
 
-    def _add(self, group: LiveGroup) -> None:
-        request = group.request
-        self._sequences.update({member.sequence_id: (group, member) for member in group.members})
-        try:
-            self._engine.add(
-                [member.sequence_id for member in group.members],
-                request.prompt_ids,
-                request.sampling,
-                self._seeds.of(request, self._version),
-                # An update may keep the keys of an older version; only requests of that time shall find them.
-                cache_salt=f"version {self._version}",
-            )
-        except ValueError as error:  # sampling parameters that vLLM refuses, before anything was queued
-            self._fail(group, Failure(reason=REJECTED, message=f"request {request.request_id}: {error}"))
+    def _begin_update(self, update: Update) -> None:
+        if self._dead is not None:
+            update.outcome.set_exception(StationDied(self._dead))
+        else:
+            self._updates.begin(update)
 
-    def _abort(self, request_ids: Iterable[str]) -> None:
-        for request_id in request_ids:
-            group = self._live.get(request_id)
-            if group is None:
-                continue
-            self._drop_sequences(group)
-            for member in list(group.running()):
-                group.end(member, "abort")
-            self._finish(group, group.completions())
-
-    def _update(self, version: int, put_in_use: Callable[[], None], keep_kv: bool, asked: float) -> UpdateReport:
-        began = time.monotonic()
-        if self._live and version < self._version:
-            raise WeightError(
-                f"version {version} is older than {self._version}, and {len(self._live)} requests are being "
-                "sampled, whose versions would fall: abort them first"
-            )
-        try:
-            put_in_use()
-        except Exception as error:
-            raise self._break(error, f"writing version {version} failed half-way") from error
-        recomputed = 0 if keep_kv else len(self._sequences)
-        if not keep_kv:
-            try:
-                self._engine.drop_kv()
-            except Exception as error:
-                raise self._break(error, f"the KV cache from before version {version} stayed") from error
-        self._version = version
-        return UpdateReport(
-            version=version,
-            queued_s=began - asked,
-            paused_s=time.monotonic() - began,
-            recomputed=recomputed,
-        )
-
-    def _break(self, error: Exception, what: str = "an engine step failed") -> StationDied:
-        """Give up the engine: fail everybody who waits. Returns the error for the caller of the command."""
-        cause = f"the policy engine is broken: {what}: {type(error).__name__}: {error}"
+    def _break(self, error: Exception) -> None:
+        """Give up the engine: fail everybody who waits."""
+        what, why = (str(error), error.__cause__) if isinstance(error, SwapFailed) else ("an engine step failed", error)
+        cause = f"the policy engine is broken: {what}: {type(why).__name__}: {why}"
         self._die(cause)
-        for group in list(self._live.values()):
-            self._finish(group, Failure(reason=ENGINE_DEAD, message=cause))
-        self._sequences.clear()
-        return StationDied(cause)
+        self._batch.fail_all(Failure(reason=ENGINE_DEAD, message=cause))
+        self._updates.cancel(StationDied(cause))
 
     def _stop(self) -> None:
         self._die("the policy engine was closed")
         with self._lock:
             self._stopped = True
-        self._abort(list(self._live))
+        self._batch.abort_all()
+        self._updates.cancel(StationDied(self._dead or ""))
 
     def _die(self, cause: str) -> None:
         with self._lock:
             self._dead = self._dead or cause
             self._lock.notify_all()
 
-    def _fail(self, group: LiveGroup, failure: Failure) -> None:
-        """End a group because of one of its members; the others are dropped."""
-        self._drop_sequences(group)
-        self._finish(group, failure)
-
-    def _drop_sequences(self, group: LiveGroup) -> None:
-        running = [member.sequence_id for member in group.running()]
-        for sequence_id in running:
-            self._sequences.pop(sequence_id, None)
-        self._engine.abort(running)
-
-    def _finish(self, group: LiveGroup, outcome: Any) -> None:
-        request_id = group.request.request_id
-        self._live.pop(request_id, None)
-        self._finished.append(GroupResult(request_id=request_id, outcome=outcome))
-
     def _deliver(self) -> None:
-        """Put the step's results into the outbox, in one go."""
-        if not self._finished:
+        """Put the step's news into the outbox, in one go."""
+        news = self._batch.take_news()
+        if not news:
             return
         with self._lock:
-            self._accepted.difference_update(result.request_id for result in self._finished)
-            self._outbox += self._finished
-            self._finished = []
+            self._accepted.difference_update(each.request_id for each in news if isinstance(each, GroupResult))
+            self._outbox += news
             self._lock.notify_all()

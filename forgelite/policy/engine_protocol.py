@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, get_args
 
 from forgelite.policy.admission import Limits
 from forgelite.types import SamplingParams
@@ -12,6 +12,10 @@ from forgelite.types import SamplingParams
 if TYPE_CHECKING:
     import torch
 
+
+UpdateMode = Literal["in_flight", "drain", "abort"]  # what an update does to running sequences: see `updates.py`
+UPDATE_MODES: tuple[UpdateMode, ...] = get_args(UpdateMode)
+DRAIN_TIMEOUT_S = 300.0  # how long an update waits for running sequences unless told (policy.update.drain_timeout_s)
 
 ENGINE_DEAD = "engine_dead"  # the reason of a failure that means: the engine serves nobody any more
 
@@ -67,7 +71,8 @@ class Engine(Protocol):
             tensors: a complete set, by checkpoint name.
 
         Returns:
-            What puts them in use, to be called between two steps. After an error of it the weights are undefined.
+            What puts them in use, to be called between two steps. A WeightError of it means that the old weights
+            are whole; after any other error the weights are undefined.
 
         Raises:
             WeightMismatch: the set does not fit; nothing was changed.
@@ -85,7 +90,7 @@ class EngineStats:
     """Counters since the start, and the state after the last step.
 
     Example: `EngineStats(version=3, alive_s=20.0, busy_s=12.5, steps=900, generated_tokens=40000,
-    running=128, waiting=16)`: 62 % busy.
+    running=128, waiting=16, last_step_age_s=0.004)`: 62 % busy.
     """
 
     version: int
@@ -95,16 +100,19 @@ class EngineStats:
     generated_tokens: int
     running: int  # sequences
     waiting: int  # sequences
+    last_step_age_s: float = 0.0  # since the engine's thread last got something done; 0 when it has nothing to do
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class UpdateReport:
     """What an update cost.
 
-    Example: `UpdateReport(version=4, queued_s=0.006, paused_s=0.002, recomputed=128)`.
+    Example: `UpdateReport(version=4, mode="in_flight", queued_s=0.006, paused_s=0.002, recomputed=128)`.
     """
 
     version: int  # that the engine computes with now
-    queued_s: float  # waited for the step in progress
+    queued_s: float  # waited for the step in progress and, with mode "drain", for the running sequences to end
     paused_s: float  # no token was sampled in this time
-    recomputed: int  # unfinished sequences whose KV cache was dropped
+    recomputed: int  # unfinished sequences that are prefilled again, because their KV cache was dropped
+    mode: UpdateMode = "in_flight"
+    held: int = 0  # requests that came while running ones were drained, and waited

@@ -45,6 +45,19 @@ class MemberSeeds:
         return [_hashed(*drawn, member) for member in range(request.n)]
 
 
+def continued(seed: int, tokens: int) -> int:
+    """The seed of a sequence that is given to an engine again, after its first `tokens` tokens.
+
+    With the member's own seed the engine would draw the random numbers of the first tokens once more, and the
+    continuation would depend on what is in it already. A cut before the first token changes nothing.
+
+    Args:
+        seed: of the member.
+        tokens: that it has when it is resubmitted.
+    """
+    return _hashed("continued", seed, tokens) if tokens else seed
+
+
 def _hashed(*parts: object) -> int:
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1  # 63 bits: torch.Generator takes a signed 64-bit number

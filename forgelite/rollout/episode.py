@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class Generator(Protocol):
-    """What a rollout needs of the policy: `forgelite.policy.client.PolicyClient`, or a fake."""
+    """What a rollout needs of the policy: `forgelite.policy.service.PolicyService`, or a fake."""
 
     async def generate_group(self, request: GroupRequest) -> list[Completion | Failure]:
         """Complete one prompt n times. Raises RequestRejected or GenerationFailed for the whole request."""

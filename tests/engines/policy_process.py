@@ -103,6 +103,10 @@ _WITHOUT = {  # what stands in for a shim that is left out
 _SHIMS = {name: getattr(cpu_shims, name) for name in _WITHOUT}
 
 
+def _as_it_is(engine: Any) -> Any:
+    return engine
+
+
 class EngineHost:
     """Lives in the child process. Builds an engine and forwards to its loop."""
 
@@ -114,15 +118,17 @@ class EngineHost:
         seed: int = 0,
         without: str | None = None,
         swap: Literal["copy", "zero_copy"] = "copy",
+        wrap: Callable[[Any], Any] = _as_it_is,
     ) -> Any:
-        """Build an engine and start its loop, `without` one of the CPU shims."""
+        """Build an engine and start its loop, `without` one of the CPU shims, and with what `wrap` makes of it."""
         from forgelite.policy.engine import build_engine
         from forgelite.policy.engine_loop import EngineLoop
+        from forgelite.policy.stop_texts import StopTexts
 
         for name, shim in _SHIMS.items():
             setattr(cpu_shims, name, _WITHOUT[name] if name == without else shim)
         built = build_engine(model_path, engine=engine, seed=seed, swap=swap)
-        self._loop = EngineLoop(built, seed=seed)
+        self._loop = EngineLoop(wrap(built), seed=seed, stop_texts=StopTexts(model_path))
         return built.capabilities
 
     def submit(self, requests: Sequence[GroupRequest]) -> list[Failure | None]:
@@ -134,8 +140,8 @@ class EngineHost:
     def abort(self, request_ids: Sequence[str]) -> None:
         self._loop.abort(request_ids)
 
-    def update(self, version: int, load: Callable[[], Mapping[str, torch.Tensor]], *, keep_kv: bool = False) -> Any:
-        return self._loop.update(version, load, keep_kv=keep_kv)
+    def update(self, version: int, load: Callable[[], Mapping[str, torch.Tensor]], **options: Any) -> Any:
+        return self._loop.update(version, load, **options)
 
     def stats(self) -> Any:
         return self._loop.stats()
@@ -146,6 +152,10 @@ class EngineHost:
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function of a test module in this process."""
         return function(*args)
+
+    def run_with_loop(self, function: Callable[..., Any], *args: Any) -> Any:
+        """The same, with the engine loop as its first argument."""
+        return function(self._loop, *args)
 
 
 class _Processes(BaseManager):

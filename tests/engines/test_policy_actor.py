@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import signal
 import time
@@ -21,6 +22,7 @@ from forgelite.errors import RequestRejected, StationDied, WeightError
 from forgelite.mesh.environment import root_environment, station_environment
 from forgelite.policy.client import PolicyClient
 from forgelite.policy.environment import policy_environment
+from forgelite.policy.groups import GroupProgress
 from forgelite.types import GroupRequest, SamplingParams
 from forgelite.weights import WeightStore
 from tests.engines.policy_process import (
@@ -126,6 +128,40 @@ async def test_a_version_stays_whole_for_as_long_as_it_is_served_in_place(policy
     assert [span.version for span in completion.spans] == [served]
     expected = reference_logprobs(policy.checkpoints / "2", completion)
     assert furthest(completion.logprobs, expected) < TOLERANCE
+
+
+async def test_an_update_that_is_asked_for_again_keeps_the_version_and_its_lease(policy: Running) -> None:
+    version = await policy.client.version() + 10
+    manifest = await policy.store.publish(version, read_checkpoint(policy.checkpoints / "2"))
+    await policy.client.update_weights(version, manifest)
+    report = await policy.client.update_weights(version, manifest)
+    for later in range(version + 1, version + 6):
+        await policy.store.publish(later, read_checkpoint(policy.checkpoints / "1"))
+
+    assert (report.version, report.paused_s) == (version, 0.0)
+    completion = await policy.client.generate([4, 5], SamplingParams(max_tokens=16), "asked twice")
+    expected = reference_logprobs(policy.checkpoints / "2", completion)
+    assert furthest(completion.logprobs, expected) < TOLERANCE
+
+
+async def test_reports_and_partials_cross_the_process_border(policy: Running) -> None:
+    whole = await policy.client.generate([4, 5], SamplingParams(max_tokens=12, temperature=0.0), "whole")
+    saved = dataclasses.replace(
+        whole,
+        token_ids=whole.token_ids[:5],
+        logprobs=whole.logprobs[:5],
+        spans=[dataclasses.replace(whole.spans[0], end=5)],
+        finish_reason="abort",
+    )
+    sampling = SamplingParams(max_tokens=12, temperature=0.0)
+    request = GroupRequest(
+        request_id="resumed", prompt_ids=(4, 5), sampling=sampling, partials=(saved,), progress_s=0.0
+    )
+    reports: list[GroupProgress] = []
+    (resumed,) = await policy.client.generate_group(request, on_progress=reports.append)
+
+    assert resumed.token_ids == whole.token_ids
+    assert [token for report in reports for token in report.members[0].token_ids] == whole.token_ids[5:]
 
 
 async def test_a_version_that_was_replaced_gives_its_slot_back(policy: Running) -> None:

@@ -71,12 +71,13 @@ def served(policy: Policy) -> Policy:
         ({"logprobs_mode": "raw_logprobs"}, r"policy\.engine\.logprobs_mode is set by forgelite"),
         (
             {"tensor_parallel_size": 2},
-            r"policy\.engine\.tensor_parallel_size=2: a policy replica is one device",
+            r"policy\.engine\.tensor_parallel_size=2 needs as many processes in the replica, which has 1",
         ),
+        ({"pipeline_parallel_size": 2}, r"policy\.engine\.pipeline_parallel_size=2: .* by tensor parallelism only"),
         ({"max_model_len": 100_000}, r"policy\.engine\.max_model_len=100000"),
         ({"dtype": "float33"}, r"policy\.engine\.dtype='float33'"),
     ],
-    ids=["unknown", "reserved", "several devices", "too long", "wrong value"],
+    ids=["unknown", "reserved", "too few processes", "pipeline", "too long", "wrong value"],
 )
 def test_a_wrong_engine_argument_is_an_error_that_names_its_key(policy: Policy, engine: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -293,12 +294,12 @@ def test_an_abort_gives_the_tokens_so_far_and_ends_the_request_once(served: Poli
 
 def test_weights_that_are_not_numbers_fail_the_samples_and_not_the_engine(served: Policy) -> None:
     served.host.update(1, partial(not_a_number, served.a))
-    (failure,) = sample(served.host, group("diverged", n=2))
+    (failures,) = sample(served.host, group("diverged", n=2))
     served.serve(2, served.a)
     ((completion,),) = sample(served.host, group("recovered"))
 
-    assert failure.reason == "not_finite"
-    assert "diverged/" in failure.message
+    assert [failure.reason for failure in failures] == ["not_finite"] * 2
+    assert "diverged/1" in failures[1].message
     assert furthest(completion.logprobs, reference_logprobs(served.a, completion)) < TOLERANCE
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
+from forgelite.weights import SHARED_MEMORY
+from forgelite.weights.arena_reader import ArenaReader
+from forgelite.weights.arena_writer import ArenaWriter
 from tests.engines.policy_process import (
     ARCHITECTURES,
     ENGINE,
@@ -31,6 +35,19 @@ def host() -> Iterator[EngineHost]:
         yield host
 
 
+def published(checkpoint: Path) -> Mapping[str, torch.Tensor]:
+    """The tensors of a checkpoint as a lease gives them. They stay mapped after the segment has lost its name."""
+    tensors = read_checkpoint(checkpoint)
+    writer = ArenaWriter.create(tensors, folder=SHARED_MEMORY, run_id="zero-copy", slots=2, fingerprinted=False)
+    writer.write(1, tensors, timeout_s=1.0)
+    reader = ArenaReader(writer.path)
+    with reader.lease(1) as (_, views):
+        kept = dict(views)
+    reader.close()
+    writer.close()
+    return kept
+
+
 @pytest.fixture(params=ARCHITECTURES)
 def checkpoints(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Path]:
     return (
@@ -39,16 +56,17 @@ def checkpoints(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, P
     )
 
 
+@pytest.mark.parametrize(("swap", "load"), [("copy", read_checkpoint), ("zero_copy", published)], ids=["copy", "view"])
 def test_sampled_logprobs_are_those_of_a_fresh_forward_before_and_after_an_update(
-    host: EngineHost, checkpoints: tuple[Path, Path]
+    host: EngineHost, checkpoints: tuple[Path, Path], swap: str, load: Callable[[Path], Mapping[str, torch.Tensor]]
 ) -> None:
     old, new = checkpoints
-    host.build(old, ENGINE)
+    host.build(old, ENGINE, swap=swap)
     try:
         (before,) = sample(host, group("before", n=2, max_tokens=32))
-        host.update(1, partial(read_checkpoint, new))
+        host.update(1, partial(load, new))
         (after,) = sample(host, group("after", n=2, max_tokens=32))
-        host.update(2, partial(read_checkpoint, old))
+        host.update(2, partial(load, old))
         (back,) = sample(host, group("back", n=2, max_tokens=32))
     finally:
         host.close()

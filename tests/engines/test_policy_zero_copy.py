@@ -1,4 +1,4 @@
-"""An engine whose parameters are views of a published version."""
+"""An engine whose parameters are views of a published version. Its logprobs: `test_policy_parity.py`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,8 @@ import pytest
 import torch
 
 from forgelite.errors import WeightMismatch
-from forgelite.weights import SHARED_MEMORY, arena_layout
-from forgelite.weights.arena_reader import ArenaReader
-from forgelite.weights.arena_writer import ArenaWriter
+from forgelite.weights import arena_layout
 from tests.engines.policy_process import (
-    ARCHITECTURES,
     ENGINE,
     TOLERANCE,
     EngineHost,
@@ -34,39 +31,6 @@ pytestmark = pytest.mark.engine
 def host() -> Iterator[EngineHost]:
     with engine_process() as host:
         yield host
-
-
-def published(checkpoint: Path) -> Mapping[str, torch.Tensor]:
-    """The tensors of a checkpoint as a lease gives them. They stay mapped after the segment has lost its name."""
-    tensors = read_checkpoint(checkpoint)
-    writer = ArenaWriter.create(tensors, folder=SHARED_MEMORY, run_id="zero-copy", slots=2, fingerprinted=False)
-    writer.write(1, tensors, timeout_s=1.0)
-    reader = ArenaReader(writer.path)
-    with reader.lease(1) as (_, views):
-        kept = dict(views)
-    reader.close()
-    writer.close()
-    return kept
-
-
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_a_version_served_in_place_gives_the_logprobs_of_a_fresh_forward(
-    host: EngineHost, tmp_path: Path, architecture: str
-) -> None:
-    old = save_checkpoint(tmp_path / "a", architecture, seed=1)
-    new = save_checkpoint(tmp_path / "b", architecture, seed=2)
-    host.build(old, ENGINE, swap="zero_copy")
-    try:
-        host.update(1, partial(published, new))
-        (after,) = sample(host, group("after", n=2, max_tokens=32))
-        host.update(2, partial(published, old))
-        (back,) = sample(host, group("back", n=2, max_tokens=32))
-    finally:
-        host.close()
-
-    for completion, folder, other in [(after[1], new, old), (back[0], old, new)]:
-        assert furthest(completion.logprobs, reference_logprobs(folder, completion)) < TOLERANCE
-        assert furthest(completion.logprobs, reference_logprobs(other, completion)) > 0.1
 
 
 memory: list[torch.Tensor] = []  # in the engine's process: what the tensors below lie in

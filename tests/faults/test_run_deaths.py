@@ -49,10 +49,12 @@ def exit_reason(folder: Path) -> tuple[str, str | None]:
     return summary["exit_reason"], summary["error"]
 
 
-@pytest.mark.parametrize("station", ["policy", "trainer"])
-def test_the_death_of_an_engine_ends_the_run_within_30_s_with_the_cause(warm_start: Path, tmp_path: Path, station: str):
+@pytest.mark.parametrize("station", ["policy-0", "trainer"])
+def test_the_death_of_an_engine_that_nobody_replaces_ends_the_run_within_30_s_with_the_cause(
+    warm_start: Path, tmp_path: Path, station: str
+):
     folder = tmp_path / f"killed-{station}"
-    with endless_run(warm_start, folder) as (app, children):
+    with endless_run(warm_start, folder, "policy.max_restarts=0") as (app, children):
         app.station(station).send_signal(signal.SIGKILL)
         assert app.wait(30) == 1
         assert f"station {station} died" in app.output
@@ -62,6 +64,17 @@ def test_the_death_of_an_engine_ends_the_run_within_30_s_with_the_cause(warm_sta
         assert reason == "failed"
         assert f"station {station} died" in error
         expect_nothing_left(folder, children)
+
+
+def test_the_death_of_one_of_two_replicas_costs_the_run_nothing(warm_start: Path, tmp_path: Path):
+    folder = tmp_path / "killed-replica"
+    with endless_run(warm_start, folder, "policy.replicas=2", "loop.steps=40", "metrics.progress=plain") as (app, _):
+        app.station("policy-1").send_signal(signal.SIGKILL)
+        assert app.wait(120) == 0, app.output
+        assert "policy-1 is out of service" in app.output
+        assert "Traceback" not in app.output
+    last = read_metrics(folder)[-1]
+    assert (last["step"], last["policy/restarts"], last["ledger/failed"]) == (40, 1, 0)
 
 
 def test_the_death_of_the_reward_process_costs_its_samples_and_not_the_run(warm_start: Path, tmp_path: Path):

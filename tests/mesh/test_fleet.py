@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import os
 import signal
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -14,7 +16,8 @@ from forgelite.mesh.environment import root_environment, station_environment
 
 os.environ.update(root_environment(os.environ))  # before Monarch is imported: a death is noticed within a poll
 
-from monarch.actor import Actor, concurrent_endpoint
+import monarch.actor
+from monarch.actor import Actor, MeshFailure, concurrent_endpoint
 
 from forgelite.errors import ConfigError, DeadlineExceeded, StationDied
 from forgelite.mesh.fleet import Fleet
@@ -27,6 +30,10 @@ class Worker(Actor):
     @concurrent_endpoint
     async def process(self) -> tuple[int, str, str]:
         return os.getpid(), os.environ["FORGELITE_STATION"], os.environ["OMP_NUM_THREADS"]
+
+    @concurrent_endpoint
+    async def leave_a_note_at_exit(self, path: str) -> None:
+        atexit.register(Path(path).write_text, "ended")
 
     @concurrent_endpoint
     async def refuse(self) -> None:
@@ -115,6 +122,36 @@ async def test_the_end_of_a_fleet_is_the_end_of_its_processes():
         stations = [spawn(fleet, "first"), spawn(fleet, "second")]
         pids = [(await s.call(s.actor.process.call_one(), 30, "process"))[0] for s in stations]
     assert all(is_gone(process) for process in map(_process, pids) if process)
+    assert not fleet.died.done()
+
+
+async def test_what_a_station_has_registered_for_its_exit_is_called(tmp_path: Path):
+    async with Fleet(stop_timeout_s=10) as fleet:
+        station = spawn(fleet)
+        await station.call(station.actor.leave_a_note_at_exit.call_one(str(tmp_path / "note")), 30, "leave_a_note")
+    assert (tmp_path / "note").read_text() == "ended"
+
+
+async def test_a_process_that_was_killed_on_purpose_ends_nobody_else_also_after_the_fleet():
+    """Monarch reports it half a second later, and ends the controller where nobody listens any more."""
+    async with Fleet(stop_timeout_s=10) as fleet:
+        station = spawn(fleet, "replica", expendable=True)
+        pid, *_ = await station.call(station.actor.process.call_one(), 30, "process")
+        os.kill(pid, signal.SIGKILL)
+        await fleet.stop(station)
+    reported = monarch.actor.unhandled_fault_hook
+    async with asyncio.timeout(10):
+        heard: asyncio.Queue[str] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+
+        def hear(failure: MeshFailure) -> None:
+            reported(failure)
+            loop.call_soon_threadsafe(heard.put_nowait, failure.mesh_name)
+
+        monarch.actor.unhandled_fault_hook = hear
+        while not (await heard.get()).startswith("replica"):
+            pass
+    monarch.actor.unhandled_fault_hook = reported
     assert not fleet.died.done()
 
 

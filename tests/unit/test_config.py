@@ -79,7 +79,7 @@ def test_an_override_reaches_engine_arguments_by_vllm_s_names():
         ("loop.max_groups_queued=3", r"loop\.max_groups_queued=3.*loop\.groups_per_step=16"),
         ("model.name=qwen3", r"model.*name and .*flavor"),
         ("model.path=null", r"model"),
-        ("policy.replicas=2", r"policy\.replicas"),
+        ("policy.replicas=0", r"policy\.replicas: .*given: 0"),
         ("loop.steps", r"'loop\.steps' is not of the form key\.sub=value"),
         ("reward.functions.7.weight=1", r"reward\.functions\.7\.weight: 7 is not an index into a list of 1"),
         ("loop.depth.deeper=1", r"loop\.depth is a value"),
@@ -156,6 +156,12 @@ def test_every_key_says_what_it_means(schema):
     keys = list(describe_keys(schema))
     assert {"run.dir", "loss.name", "trainer.optimizer.lr"} <= {key for key, *_ in keys}
     assert [key for key, *_, meaning in keys if not meaning] == []
+
+
+def test_gpus_that_do_not_divide_among_the_replicas_are_refused():
+    assert load_config(GRPOConfig, TOY, ["mesh.policy_gpus=0,1,2,3", "policy.replicas=2"]).policy.replicas == 2
+    with pytest.raises(ConfigError, match=r"mesh\.policy_gpus=0,1,2 names 3 GPUs.*policy\.replicas=2"):
+        load_config(GRPOConfig, TOY, ["mesh.policy_gpus=0,1,2", "policy.replicas=2"])
 
 
 def test_a_decay_that_ends_before_the_run_is_refused():

@@ -25,3 +25,9 @@ def test_versions_are_served_in_place_where_shared_memory_meets_a_cpu_and_nobody
 def test_serving_in_place_on_a_gpu_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"weights\.swap=zero_copy, but the policy runs on cuda"):
         choose_swap("zero_copy", "cuda", "shm")
+
+
+def test_ranks_of_one_replica_copy_their_slices() -> None:
+    assert choose_swap("auto", "cpu", "shm", ranks=2) == "copy"
+    with pytest.raises(ConfigError, match=r"weights\.swap=zero_copy, but policy\.engine\.tensor_parallel_size=2"):
+        choose_swap("zero_copy", "cpu", "shm", ranks=2)

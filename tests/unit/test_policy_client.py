@@ -93,7 +93,9 @@ class FakePolicy:
         for request_id in request_ids:
             self.aborts.put_nowait(request_id)
 
-    async def update_weights(self, version: int, manifest: Any, keep_kv: bool) -> UpdateReport:
+    async def update_weights(
+        self, version: int, manifest: Any, mode: str, keep_kv: bool, drain_timeout_s: float
+    ) -> UpdateReport:
         if version == 13:
             raise WeightMismatch("missing: w")
         if version == 99:

@@ -12,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from forgelite.config import SamplingConfig, UpdateConfig
 from forgelite.errors import ConfigError, WeightMismatch
 from forgelite.policy.engine import build_engine
 from forgelite.policy.environment import policy_environment
-from forgelite.policy.seeds import MemberSeeds
+from forgelite.policy.seeds import MemberSeeds, continued
 from forgelite.policy.weights_loading import read_schema
 from forgelite.types import GroupRequest, SamplingParams
 
@@ -61,6 +62,30 @@ def test_drawn_seeds_do_not_depend_on_the_order_of_arrival() -> None:
 
     assert second.of(request("b"), version=0) == b
     assert second.of(request("a"), version=0) == a
+
+
+def test_a_continuation_has_a_seed_for_each_place_at_which_it_can_begin() -> None:
+    seeds = [continued(7, tokens) for tokens in range(100)]
+
+    assert seeds[0] == 7
+    assert len(set(seeds)) == 100
+    assert seeds == [continued(7, tokens) for tokens in range(100)]
+    for each in seeds:
+        torch.Generator().manual_seed(each)
+
+
+@pytest.mark.parametrize("mode", ["drain", "abort", "barrier"])
+def test_keys_are_kept_in_flight_only(mode: str) -> None:
+    assert UpdateConfig(mode="in_flight", kv="keep").kv == "keep"
+    assert UpdateConfig(mode=mode).kv == "recompute"
+    with pytest.raises(ValueError, match=f"policy.update.kv=keep means nothing with policy.update.mode={mode}"):
+        UpdateConfig(mode=mode, kv="keep")
+
+
+def test_an_empty_stop_text_is_refused_in_the_configuration() -> None:
+    assert SamplingConfig(max_tokens=4, stop=["END"]).stop == ["END"]
+    with pytest.raises(ValueError, match=r"policy\.sampling\.stop holds an empty text"):
+        SamplingConfig(max_tokens=4, stop=["END", ""])
 
 
 def test_the_environment_differs_by_device_and_refuses_an_unknown_one() -> None:

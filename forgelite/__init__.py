@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from forgelite.buffer.packing import pack as pack
     from forgelite.buffer.packing import unpack as unpack
     from forgelite.buffer.queue import GroupQueue as GroupQueue
+    from forgelite.buffer.staleness import StalenessPolicy as StalenessPolicy
     from forgelite.config import GRPOConfig as GRPOConfig
     from forgelite.config import SFTConfig as SFTConfig
     from forgelite.config import load_config as load_config
@@ -58,6 +59,7 @@ _HOME = {
     "forgelite.buffer.ledger": ("Ledger",),
     "forgelite.buffer.packing": ("pack", "unpack"),
     "forgelite.buffer.queue": ("GroupQueue",),
+    "forgelite.buffer.staleness": ("StalenessPolicy",),
     "forgelite.config": ("GRPOConfig", "SFTConfig", "load_config"),
     "forgelite.errors": ("ForgeliteError",),
     "forgelite.evaluation": ("evaluate",),

@@ -84,10 +84,10 @@ class TrainerHandle:
 class PolicyHandle:
     """The policy: generation through its client, updates from what the trainer published last."""
 
-    def __init__(self, client: PolicyClient, trainer: TrainerHandle, *, keep_kv: bool) -> None:
+    def __init__(self, client: PolicyClient, trainer: TrainerHandle | None, *, keep_kv: bool) -> None:
         """Args:
         client: to the policy's process.
-        trainer: its last manifest says where a version lies.
+        trainer: its last manifest says where a version lies; None: no version is published.
         keep_kv: `policy.update.kv` is `keep`.
         """
         self._client = client
@@ -101,7 +101,7 @@ class PolicyHandle:
     async def update_weights(self, version: int) -> Mapping[str, Any]:
         """Take a published version; returns `sync/fetch_s` (the whole update) and `sync/pause_s` (no sampling)."""
         start = time.monotonic()
-        manifest = self._trainer.manifest
+        manifest = self._trainer.manifest if self._trainer else None
         report = await self._client.update_weights(
             version, manifest if manifest and manifest.version == version else None, keep_kv=self._keep_kv
         )
@@ -114,7 +114,11 @@ class PolicyHandle:
     async def usage(self) -> Usage:
         """What the engine has done so far."""
         stats = await self._client.stats()
-        return Usage(busy_s=stats.busy_s, generated_tokens=stats.generated_tokens)
+        return Usage(busy_s=stats.busy_s, generated_tokens=stats.generated_tokens, first_versions=stats.first_versions)
+
+    async def cancel(self, group_id: str) -> None:
+        """End whatever is sampled or waits to be sampled for this group."""
+        await self._client.cancel(group_id)
 
 
 class ReferenceHandle:

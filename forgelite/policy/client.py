@@ -143,6 +143,12 @@ class PolicyClient:
         already."""
         await self._ask(self._calls.abort([request_id]), self._answer_s, f"the policy to abort {request_id}")
 
+    async def cancel(self, group_id: str) -> None:
+        """End the requests of a group, whose ids are its own or begin with `<group_id>/`."""
+        requests = [name for name in self._waiting if name == group_id or name.startswith(f"{group_id}/")]
+        if requests:
+            await self._ask(self._calls.abort(requests), self._answer_s, f"the policy to cancel {group_id}")
+
     async def update_weights(self, version: int, manifest: Any, *, keep_kv: bool = False) -> UpdateReport:
         """Give the policy new weights between two of its steps.
 

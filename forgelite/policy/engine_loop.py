@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from forgelite.errors import StationDied, WeightError
 from forgelite.policy.admission import REJECTED, rejection
 from forgelite.policy.engine_protocol import ENGINE_DEAD, Engine, EngineStats, Sampled, UpdateReport
-from forgelite.policy.groups import GroupResult, LiveGroup, Member, sampling_fault
+from forgelite.policy.groups import GroupResult, LiveGroup, Member, first_versions, sampling_fault
 from forgelite.policy.seeds import MemberSeeds
 from forgelite.types import Failure, GroupRequest
 
@@ -159,6 +159,7 @@ class EngineLoop:
             generated_tokens=self._tokens,
             running=running,
             waiting=waiting,
+            first_versions=first_versions(list(self._live.values())),
         )
 
     def close(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from forgelite.policy.admission import Limits
@@ -95,6 +95,7 @@ class EngineStats:
     generated_tokens: int
     running: int  # sequences
     waiting: int  # sequences
+    first_versions: Mapping[str, int] = field(default_factory=dict)  # by session: of its oldest running token
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

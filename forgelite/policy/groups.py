@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -92,6 +92,17 @@ class LiveGroup:
             )
             for member in self.members
         ]
+
+
+def first_versions(groups: Iterable[LiveGroup]) -> dict[str, int]:
+    """For each session (or, where there is none, request) that has tokens: the version of its oldest one."""
+    versions: dict[str, int] = {}
+    for group in groups:
+        name = group.request.session or group.request.request_id
+        for member in group.members:
+            if member.runs:
+                versions[name] = min(member.runs[0][0], versions.get(name, member.runs[0][0]))
+    return versions
 
 
 def sampling_fault(logprobs: list[float], token_ids: list[int], finish_reason: str | None) -> Failure | None:

@@ -56,7 +56,7 @@ class Stations:
     """
 
     policy: PolicyHandle
-    trainer: TrainerHandle
+    trainer: TrainerHandle | None  # None: loop.generate_only is true
     rewards: RewardClient
     reference: ReferenceHandle | None  # None: reference.enabled is false
     died: asyncio.Future[None]  # raises StationDied when a process dies, also while nobody talks to it
@@ -112,10 +112,14 @@ async def launch(config: GRPOConfig, *, on_phase: Callable[[str], None] = lambda
         on_phase(f"removed {path}, which a killed run had left behind")
     on_phase(f"starting the stations on {device}")
     mesh, run_id, training = config.mesh, _run_identity(config.run.dir), config.trainer.training
-    temperature = config.policy.sampling.temperature
+    temperature, trains = config.policy.sampling.temperature, not config.loop.generate_only
     carrier = choose_carrier(config.weights.carrier, hosts={platform.node()})
-    swap = choose_swap(config.weights.swap, device, carrier)
-    on_phase(f"weights travel by {carrier}, and the policy takes them by {swap}")
+    swap = choose_swap(config.weights.swap, device, carrier) if trains else "copy"
+    on_phase(
+        f"weights travel by {carrier}, and the policy takes them by {swap}"
+        if trains
+        else "no trainer: the policy keeps its starting weights (loop.generate_only=true)"
+    )
     settings = _store_settings(config, run_id, carrier, swap)
     async with _nothing_left_of(run_id), Fleet(stop_timeout_s=mesh.stop_timeout_s) as fleet:
         policy = fleet.spawn(
@@ -123,11 +127,13 @@ async def launch(config: GRPOConfig, *, on_phase: Callable[[str], None] = lambda
             PolicyActor,
             environment=policy_environment(device) | _environment(mesh, device, mesh.policy_gpus),
         )
-        trainer = _spawn_trainer(fleet, mesh, device)
-        trainer_handle = TrainerHandle(
-            trainer, timeout_s=mesh.call_timeout_s, publish_timeout_s=config.weights.timeout_s
-        )
-        puller = await start_carrier(fleet, settings, mesh, _environment(mesh, "cpu", None), on_phase)
+        trainer_handle: TrainerHandle | None = None
+        if trains:
+            trainer = _spawn_trainer(fleet, mesh, device)
+            trainer_handle = TrainerHandle(
+                trainer, timeout_s=mesh.call_timeout_s, publish_timeout_s=config.weights.timeout_s
+            )
+            puller = await start_carrier(fleet, settings, mesh, _environment(mesh, "cpu", None), on_phase)
         setups = [
             policy.call(
                 policy.actor.setup.call_one(
@@ -135,32 +141,35 @@ async def launch(config: GRPOConfig, *, on_phase: Callable[[str], None] = lambda
                     dict(config.policy.engine),
                     config.run.seed,
                     0,
-                    partial(open_store, settings, puller),
+                    partial(open_store, settings, puller) if trains else None,
                     swap,
                 ),
                 mesh.setup_timeout_s,
                 SETUP,
             ),
             _start_rewards(fleet, config.reward, mesh),
-            _set_up_trainer(
-                trainer,
-                TrainerSetup(
-                    model=config.model,
-                    trainer=config.trainer,
-                    loss=config.loss,
-                    steps=_schedule_steps(config),
-                    seed=config.run.seed,
-                    temperature=temperature,
-                    open_store=partial(open_store, settings),
-                    open_shards=partial(open_sharded_store, settings) if publishes_shards(mesh, carrier) else None,
-                    processes=mesh.trainer_processes,
-                    master_port=free_port() if mesh.trainer_processes > 1 else 0,
-                ),
-                mesh,
-            ),
-            # In this process, so that it outlives whatever station dies.
-            start_directory(this_proc(), name=run_id),
         ]
+        if trains:
+            # In this process, so that it outlives whatever station dies.
+            setups.append(start_directory(this_proc(), name=run_id))
+            setups.append(
+                _set_up_trainer(
+                    trainer,
+                    TrainerSetup(
+                        model=config.model,
+                        trainer=config.trainer,
+                        loss=config.loss,
+                        steps=_schedule_steps(config),
+                        seed=config.run.seed,
+                        temperature=temperature,
+                        open_store=partial(open_store, settings),
+                        open_shards=partial(open_sharded_store, settings) if publishes_shards(mesh, carrier) else None,
+                        processes=mesh.trainer_processes,
+                        master_port=free_port() if mesh.trainer_processes > 1 else 0,
+                    ),
+                    mesh,
+                )
+            )
         if config.reference.enabled:
             reference = fleet.spawn(
                 "reference", ReferenceActor, environment=_environment(mesh, device, mesh.reference_gpus)
@@ -194,14 +203,15 @@ async def launch(config: GRPOConfig, *, on_phase: Callable[[str], None] = lambda
             )
         finally:
             await client.close()
-            await _close_trainer(trainer_handle)
+            if trainer_handle is not None:
+                await _close_trainer(trainer_handle)
 
 
 @asynccontextmanager
 async def launch_trainer(
-    config: SFTConfig, *, on_phase: Callable[[str], None] = lambda text: None
+    config: SFTConfig | GRPOConfig, *, on_phase: Callable[[str], None] = lambda text: None
 ) -> AsyncIterator[TrainerHandle]:
-    """The trainer alone, for supervised fine-tuning. Raises as `launch` does."""
+    """The trainer alone, for supervised fine-tuning or a replay. Raises as `launch` does."""
     device = choose_device(config.mesh.device)
     on_phase(f"starting the trainer on {device}")
     async with Fleet(stop_timeout_s=config.mesh.stop_timeout_s) as fleet:
@@ -212,7 +222,7 @@ async def launch_trainer(
             loss=config.loss,
             steps=_schedule_steps(config),
             seed=config.run.seed,
-            temperature=1.0,
+            temperature=config.policy.sampling.temperature if isinstance(config, GRPOConfig) else 1.0,
             processes=config.mesh.trainer_processes,
             master_port=free_port() if config.mesh.trainer_processes > 1 else 0,
         )

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from forgelite.buffer.packing import pack as pack
     from forgelite.buffer.packing import unpack as unpack
     from forgelite.buffer.queue import GroupQueue as GroupQueue
+    from forgelite.buffer.staleness import StalenessPolicy as StalenessPolicy
     from forgelite.config import GRPOConfig as GRPOConfig
     from forgelite.config import ServeConfig as ServeConfig
     from forgelite.config import SFTConfig as SFTConfig
@@ -64,6 +65,7 @@ _HOME = {
     "forgelite.buffer.ledger": ("Ledger",),
     "forgelite.buffer.packing": ("pack", "unpack"),
     "forgelite.buffer.queue": ("GroupQueue",),
+    "forgelite.buffer.staleness": ("StalenessPolicy",),
     "forgelite.config": ("GRPOConfig", "SFTConfig", "ServeConfig", "load_config"),
     "forgelite.errors": ("ForgeliteError",),
     "forgelite.evaluation": ("evaluate",),

@@ -58,7 +58,7 @@ class Stations:
     """
 
     policy: PolicyHandle
-    trainer: TrainerHandle
+    trainer: TrainerHandle | None  # None: loop.generate_only is true
     rewards: RewardClient
     reference: ReferenceHandle | None  # None: reference.enabled is false
     died: asyncio.Future[None]  # raises StationDied when a process dies, also while nobody talks to it
@@ -129,18 +129,25 @@ async def launch(config: GRPOConfig, *, on_phase: Callable[[str], None] = lambda
         on_phase(f"removed {path}, which a killed run had left behind")
     on_phase(f"starting the stations on {device}")
     mesh, run_id, training = config.mesh, _run_identity(config.run.dir), config.trainer.training
-    temperature = config.policy.sampling.temperature
+    temperature, trains = config.policy.sampling.temperature, not config.loop.generate_only
     carrier = choose_carrier(config.weights.carrier, hosts={platform.node()})
     swap = choose_swap(config.weights.swap, device, carrier, tensor_parallel_size(config.policy.engine))
-    on_phase(f"weights travel by {carrier}, and the policy takes them by {swap}")
+    on_phase(
+        f"weights travel by {carrier}, and the policy takes them by {swap}"
+        if trains
+        else "no trainer: the policy keeps its starting weights (loop.generate_only=true)"
+    )
     settings = _store_settings(config, run_id, carrier, swap)
     async with _nothing_left_of(run_id), Fleet(stop_timeout_s=mesh.stop_timeout_s) as fleet, AsyncExitStack() as ending:
-        trainer = _spawn_trainer(fleet, mesh, device)
-        trainer_handle = TrainerHandle(
-            trainer, timeout_s=mesh.call_timeout_s, publish_timeout_s=config.weights.timeout_s
-        )
-        puller = await start_carrier(fleet, settings, mesh, _environment(mesh, "cpu", None), on_phase)
-        launcher = ReplicaLauncher(fleet, _replica_plan(config, device, swap, partial(open_store, settings, puller)))
+        trainer_handle, open_reader = None, None
+        if trains:
+            trainer = _spawn_trainer(fleet, mesh, device)
+            trainer_handle = TrainerHandle(
+                trainer, timeout_s=mesh.call_timeout_s, publish_timeout_s=config.weights.timeout_s
+            )
+            puller = await start_carrier(fleet, settings, mesh, _environment(mesh, "cpu", None), on_phase)
+            open_reader = partial(open_store, settings, puller)
+        launcher = ReplicaLauncher(fleet, _replica_plan(config, device, swap if trains else "copy", open_reader))
         service = PolicyService(
             launcher.start,
             settings=_replica_settings(config, update_timeout_s=config.weights.timeout_s + INNER_FIRST_S),
@@ -151,25 +158,28 @@ async def launch(config: GRPOConfig, *, on_phase: Callable[[str], None] = lambda
         setups = [
             service.start(),
             _start_rewards(fleet, config.reward, mesh),
-            _set_up_trainer(
-                trainer,
-                TrainerSetup(
-                    model=config.model,
-                    trainer=config.trainer,
-                    loss=config.loss,
-                    steps=_schedule_steps(config),
-                    seed=config.run.seed,
-                    temperature=temperature,
-                    open_store=partial(open_store, settings),
-                    open_shards=partial(open_sharded_store, settings) if publishes_shards(mesh, carrier) else None,
-                    processes=mesh.trainer_processes,
-                    master_port=free_port() if mesh.trainer_processes > 1 else 0,
-                ),
-                mesh,
-            ),
-            # In this process, so that it outlives whatever station dies.
-            start_directory(this_proc(), name=run_id),
         ]
+        if trains:
+            # In this process, so that it outlives whatever station dies.
+            setups.append(start_directory(this_proc(), name=run_id))
+            setups.append(
+                _set_up_trainer(
+                    trainer,
+                    TrainerSetup(
+                        model=config.model,
+                        trainer=config.trainer,
+                        loss=config.loss,
+                        steps=_schedule_steps(config),
+                        seed=config.run.seed,
+                        temperature=temperature,
+                        open_store=partial(open_store, settings),
+                        open_shards=partial(open_sharded_store, settings) if publishes_shards(mesh, carrier) else None,
+                        processes=mesh.trainer_processes,
+                        master_port=free_port() if mesh.trainer_processes > 1 else 0,
+                    ),
+                    mesh,
+                )
+            )
         if config.reference.enabled:
             reference = fleet.spawn(
                 "reference", ReferenceActor, environment=_environment(mesh, device, mesh.reference_gpus)
@@ -181,7 +191,8 @@ async def launch(config: GRPOConfig, *, on_phase: Callable[[str], None] = lambda
             reference_handle = ReferenceHandle(reference, row_length=row_length, timeout_s=mesh.call_timeout_s)
         ending.push_async_callback(service.close)
         _, reward_process, *_ = await fleet.together(*setups)
-        ending.push_async_callback(_close_trainer, trainer_handle)
+        if trainer_handle is not None:
+            ending.push_async_callback(_close_trainer, trainer_handle)
         capabilities = launcher.capabilities
         on_phase("policy: " + ", ".join(f"{name} {value}" for name, value in capabilities.items()))
         yield Stations(
@@ -201,9 +212,9 @@ async def launch(config: GRPOConfig, *, on_phase: Callable[[str], None] = lambda
 
 @asynccontextmanager
 async def launch_trainer(
-    config: SFTConfig, *, on_phase: Callable[[str], None] = lambda text: None
+    config: SFTConfig | GRPOConfig, *, on_phase: Callable[[str], None] = lambda text: None
 ) -> AsyncIterator[TrainerHandle]:
-    """The trainer alone, for supervised fine-tuning. Raises as `launch` does."""
+    """The trainer alone, for supervised fine-tuning or a replay. Raises as `launch` does."""
     device = choose_device(config.mesh.device)
     on_phase(f"starting the trainer on {device}")
     async with Fleet(stop_timeout_s=config.mesh.stop_timeout_s) as fleet:
@@ -214,7 +225,7 @@ async def launch_trainer(
             loss=config.loss,
             steps=_schedule_steps(config),
             seed=config.run.seed,
-            temperature=1.0,
+            temperature=config.policy.sampling.temperature if isinstance(config, GRPOConfig) else 1.0,
             processes=config.mesh.trainer_processes,
             master_port=free_port() if config.mesh.trainer_processes > 1 else 0,
         )

@@ -26,16 +26,27 @@ from forgelite.config import (
 )
 from forgelite.errors import ConfigError
 from forgelite.launching import Stations, choose_device
+from forgelite.loop.stations import ScoreGroup
 from forgelite.losses import make_loss
 from forgelite.observe.progress import make_progress
 from forgelite.observe.recorder import Recorder, claim_folder
+from forgelite.observe.recording import Record, RecordHeader, check_header, open_record
+from forgelite.replay import check_replay
 from forgelite.rollout.dataset import PromptStream, check_column, load_rows
 from forgelite.rollout.demonstration import Demonstrations, demonstration
 from forgelite.rollout.environment import EnvironmentFactory, SingleTurn
 from forgelite.rollout.episode import Rollout, derive_seed
 from forgelite.rollout.harness import Harness, HarnessRollout, load_harness
-from forgelite.rollout.tokenizer import Tokenizer, load_tokenizer, prompt_maker, read_vocab_size
+from forgelite.rollout.tokenizer import (
+    Tokenizer,
+    fingerprint,
+    load_tokenizer,
+    prompt_maker,
+    read_model_type,
+    read_vocab_size,
+)
 from forgelite.scoring.advantages import make_advantages
+from forgelite.scoring.group import score_group
 from forgelite.scoring.reward import load_reward
 from forgelite.serving import Endpoint, open_endpoint
 from forgelite.types import Prompt, SamplingParams, Trajectory
@@ -102,7 +113,12 @@ def open_tokenizer(model: ModelConfig) -> Tokenizer:
 
 
 def open_recorder(
-    config: GRPOConfig | SFTConfig, *, steps: int, rollouts_per_step: int | None = 0, checkpoint: Path | None = None
+    config: GRPOConfig | SFTConfig,
+    *,
+    steps: int,
+    rollouts_per_step: int | None = 0,
+    checkpoint: Path | None = None,
+    record: RecordHeader | None = None,
 ) -> Recorder:
     """Claim the run folder and open everything that is written there.
 
@@ -111,6 +127,7 @@ def open_recorder(
         steps: of the whole run, for the display.
         rollouts_per_step: trajectories that are recorded; None: all.
         checkpoint: what the run goes on from, in its own folder; None: it is a new run.
+        record: the header of the record that is written; None: there is none.
     """
     folder, metrics = Path(config.run.dir), config.metrics
     claim, moved = claim_folder(folder, resume=checkpoint is not None)
@@ -122,6 +139,7 @@ def open_recorder(
         tensorboard=metrics.tensorboard,
         wandb=metrics.wandb,
         rollouts_per_step=rollouts_per_step,
+        record=record,
         first_step=0 if checkpoint is None else checkpoint_step(checkpoint),
         claim=claim,
     )
@@ -130,6 +148,35 @@ def open_recorder(
     if checkpoint is not None:
         recorder.on_phase(f"resuming from {checkpoint}")
     return recorder
+
+
+def record_header(config: GRPOConfig, tokenizer: Tokenizer) -> RecordHeader:
+    """What the record of this run says of itself, and what one must say that this run is to train from."""
+    return RecordHeader(
+        model_type=read_model_type(config.model.path),
+        vocab_size=read_vocab_size(config.model.path),
+        tokenizer=fingerprint(tokenizer),
+        temperature=config.policy.sampling.temperature,
+        groups_per_step=config.loop.groups_per_step,
+        group_size=config.loop.group_size,
+        advantage=config.advantage.model_dump(mode="json"),
+    )
+
+
+def prepare_replay(config: GRPOConfig) -> Record:
+    """Find the record of `loop.replay` and compare it with the configuration.
+
+    Raises:
+        ConfigError: there is none, it is too short, or it was made with another model, tokenizer or way of sampling.
+            The message names the key.
+    """
+    choose_device(config.mesh.device)
+    check_metrics(config.metrics)
+    make_loss(config.loss)
+    record = open_record(Path(config.loop.replay))
+    check_header(record.header, record_header(config, open_tokenizer(config.model)), record.folder)
+    check_replay(record, config)
+    return record
 
 
 def make_rollout(
@@ -216,6 +263,18 @@ def prepare_serving(config: ServeConfig) -> tuple[Tokenizer, SamplingParams, str
         raise ConfigError(f"endpoint.api_key_env={variable}, but that environment variable is not set or empty")
     tokenizer = open_tokenizer(config.model)
     return tokenizer, _sampling(config, tokenizer), key
+
+
+def make_scoring(config: GRPOConfig, stations: Stations) -> ScoreGroup:
+    """How the groups of this run are scored: by its rewards, its reference and its way of computing advantages."""
+    return partial(
+        score_group,
+        score=stations.rewards.score,
+        reference=stations.reference.logprobs if stations.reference else None,
+        advantage=config.advantage,
+        filter_zero_variance=config.loop.filter_zero_variance,
+        drop_group_on_failure=config.reward.on_failure == "drop_group",
+    )
 
 
 def _sampling(config: GRPOConfig | ServeConfig, tokenizer: Tokenizer) -> SamplingParams:

@@ -85,10 +85,10 @@ class TrainerHandle:
 class PolicyHandle:
     """The policy: generation through its service, updates from what the trainer published last."""
 
-    def __init__(self, service: PolicyService, trainer: TrainerHandle, *, update: UpdateConfig) -> None:
+    def __init__(self, service: PolicyService, trainer: TrainerHandle | None, *, update: UpdateConfig) -> None:
         """Args:
         service: of the policy's replicas.
-        trainer: its last manifest says where a version lies.
+        trainer: its last manifest says where a version lies; None: no version is published.
         update: `policy.update`. With mode "barrier" the loop starts no rollout while an update waits, so the engine
             only has to let running sequences end.
         """
@@ -116,7 +116,8 @@ class PolicyHandle:
         and the account of the replicas: how many serve, and the totals of restarts and of requests handed on.
         """
         start = time.monotonic()
-        manifest, update, service = self._trainer.manifest, self._update, self._service
+        manifest = self._trainer.manifest if self._trainer else None
+        update, service = self._update, self._service
         report = await service.update_weights(
             version,
             manifest if manifest and manifest.version == version else None,
@@ -137,9 +138,14 @@ class PolicyHandle:
         return await self._service.version()
 
     async def usage(self) -> Usage:
-        """What the engines have done so far; the time is the mean of a replica."""
+        """What the engines have done so far (the time is the mean of a replica), and which groups they sample."""
         stats = await self._service.stats()
-        return Usage(busy_s=stats.busy_s, generated_tokens=stats.generated_tokens)
+        return Usage(
+            busy_s=stats.busy_s,
+            steps=stats.steps,
+            generated_tokens=stats.generated_tokens,
+            first_versions=stats.first_versions,
+        )
 
 
 class ReferenceHandle:

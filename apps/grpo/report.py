@@ -1,4 +1,4 @@
-"""The end of a GRPO run for a person: a short table and a picture."""
+"""The end of a GRPO run for a person, replays and samples without training too: a short table and a picture."""
 
 from __future__ import annotations
 
@@ -18,23 +18,17 @@ def report(folder: Path) -> None:
     if "eval/reward" in summary:
         before, after = summary["eval/reward"]["before"], summary["eval/reward"]["after"]
         rows.append(("held-out greedy reward, before -> after", f"{before:.3f} -> {after:.3f}"))
-    steps = [line for line in lines if "tokens/trained" in line]
-    if steps:
-        seconds = sum(line["time/step_s"] for line in steps)
+    elif "reward/mean" in summary:
+        rows.append(("mean reward of all samples", f"{summary['reward/mean']:.3f}"))
+    if any("tokens/trained" in line for line in lines):
         ages = ", ".join(f"{n} at {age}" for age, n in sorted(age_histogram(lines).items()))
-        gaps = [line["mismatch/logprob_abs_max"] for line in steps if "mismatch/logprob_abs_max" in line]
-        rows += [
-            ("trained trajectories by age", ages),
-            (
-                "rejected / filtered / failed",
-                " / ".join(str(summary[f"ledger/{s}"]) for s in ("rejected", "filtered", "failed")),
-            ),
-            (
-                "generated tokens a second",
-                f"{sum(line['tokens/generated'] for line in steps) / seconds:,.0f}",
-            ),
-        ]
-        if gaps:
-            rows.append(("largest logprob gap, policy to trainer", f"{max(gaps):.1e}"))
+        rows.append(("trained trajectories by age", ages))
+    counts = " / ".join(str(summary.get(f"ledger/{s}", 0)) for s in ("rejected", "filtered", "failed"))
+    rows.append(("rejected / filtered / failed", counts))
+    if "tokens_per_s/generated" in summary:
+        rows.append(("generated tokens a second", f"{summary['tokens_per_s/generated']:,.0f}"))
+    gaps = [gap for line in lines if (gap := line.get("mismatch/logprob_abs_max")) is not None]
+    if gaps:
+        rows.append(("largest logprob gap, policy to trainer", f"{max(gaps):.1e}"))
     rows.append(("curves", str(folder / "curves.png")))
     print_summary(str(folder), rows)

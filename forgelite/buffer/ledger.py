@@ -43,6 +43,7 @@ class Ledger:
     def __init__(self) -> None:
         self.issued = 0
         self._open: dict[str, State] = {}
+        self._open_count: Counter[State] = Counter()  # of `_open`, which may hold 100,000 entries
         self._closed: Counter[tuple[State, str]] = Counter()
 
     def issue(self, trajectory_ids: Iterable[str]) -> None:
@@ -51,6 +52,7 @@ class Ledger:
             if trajectory_id in self._open:
                 raise ValueError(f"trajectory {trajectory_id} was issued twice")
             self._open[trajectory_id] = State.IN_FLIGHT
+            self._open_count[State.IN_FLIGHT] += 1
             self.issued += 1
 
     def move(self, trajectory_ids: Iterable[str], to: State, reason: str = "") -> None:
@@ -61,8 +63,10 @@ class Ledger:
                 raise ValueError(f"trajectory {trajectory_id} is not open and cannot become {to}")
             if to not in _ALLOWED[state]:
                 raise ValueError(f"trajectory {trajectory_id} cannot go from {state} to {to}")
+            self._open_count[state] -= 1
             if to in _ALLOWED:
                 self._open[trajectory_id] = to
+                self._open_count[to] += 1
             else:
                 del self._open[trajectory_id]
                 self._closed[to, reason] += 1
@@ -74,7 +78,7 @@ class Ledger:
     def count(self, state: State) -> int:
         """How many trajectories are in `state`, whatever the reason."""
         if state in _ALLOWED:
-            return sum(s is state for s in self._open.values())
+            return self._open_count[state]
         return sum(n for (s, _), n in self._closed.items() if s is state)
 
     def check(self) -> None:
@@ -92,8 +96,7 @@ class Ledger:
     def state_dict(self) -> dict[str, object]:
         """Plain data for a checkpoint. Entries in flight are saved as cancelled: nobody will finish them."""
         closed = Counter(self._closed)
-        in_flight = sum(s is State.IN_FLIGHT for s in self._open.values())
-        if in_flight:
+        if in_flight := self.count(State.IN_FLIGHT):
             closed[State.CANCELLED, "resume"] += in_flight
         return {
             "issued": self.issued,
@@ -107,6 +110,7 @@ class Ledger:
         ledger = cls()
         ledger.issued = saved["issued"]
         ledger._open = dict.fromkeys(saved["queued"], State.QUEUED)
+        ledger._open_count[State.QUEUED] = len(ledger._open)
         ledger._closed = Counter({(State(s), reason): n for s, reason, n in saved["closed"]})
         ledger.check()
         return ledger

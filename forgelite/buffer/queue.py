@@ -1,22 +1,33 @@
-"""Groups that are ready to be trained, first in, first out.
+"""Groups that are ready to be trained.
 
-    put ──> [queued] ──take──> age check ──┬──> a batch of whole groups
-                                           └──> rejected, reported to `on_rejected`
+    put ──> [queued, by rank] ──take──> judged ──┬──> a batch of whole groups
+                 │                               └──> rejected (stale), reported to `on_rejected`
+                 └──> no room: the oldest is rejected (overflow)
 
 An entry leaves the queue exactly once: into a batch, or rejected for its age at the moment when the loss takes the
 batch, or pushed out when the queue is full. `take` alone removes entries for training, and holds no entry across
-an await: what it returns was judged against the version passed to it.
+an await: what it returns was judged against the version passed to it. What the order is, who is too old and when a
+straggler holds the line is for `StalenessPolicy` to say.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from forgelite.buffer.ledger import Ledger, State
-from forgelite.buffer.staleness import OnStale, drop_stale
+from forgelite.buffer.staleness import StalenessPolicy
 from forgelite.types import Group, Trajectory
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class _Ready:
+    rank: tuple[float, int]
+    number: int
+    oldest_version: int | None  # among the trained tokens of the group
+    group: Group
 
 
 class GroupQueue:
@@ -30,36 +41,34 @@ class GroupQueue:
         self,
         *,
         ledger: Ledger,
-        capacity: int,
-        max_policy_age: int,
-        on_stale: OnStale,
+        policy: StalenessPolicy,
+        first_in_flight: Callable[[], int | None] = lambda: None,
         on_rejected: Callable[[Group, str], None] = lambda group, reason: None,
         on_skipped: Callable[[], None] = lambda: None,
     ) -> None:
         """Args:
         ledger: every move of a trajectory is written there.
-        capacity: most groups that wait; a further one pushes out the oldest.
-        max_policy_age, on_stale: see `drop_stale`.
+        policy: orders the groups and judges their age.
+        first_in_flight: the lowest number of the groups in flight; None: nothing is.
         on_rejected: called with a group of which nothing is left, and the reason.
         on_skipped: called when a batch without a trajectory was skipped.
         """
         self._ledger = ledger
-        self._capacity = capacity
-        self._max_policy_age = max_policy_age
-        self._on_stale = on_stale
+        self._policy = policy
+        self._first_in_flight = first_in_flight
         self._on_rejected = on_rejected
         self._on_skipped = on_skipped
-        self._arrived: deque[Group] = deque()  # not judged yet
-        self._young: deque[Group] = deque()  # young enough at version `_judged_at`; older than all that arrived
+        self._ready: list[_Ready] = []  # by rank
+        self._arrived: list[_Ready] = []  # those of `_ready` that were not judged at version `_judged_at`
         self._judged_at = -1
-        self._arrival = asyncio.Event()
+        self._changed = asyncio.Event()
 
     def __len__(self) -> int:
-        return len(self._young) + len(self._arrived)
+        return len(self._ready)
 
     def groups(self) -> list[Group]:
-        """The waiting groups, oldest first."""
-        return [*self._young, *self._arrived]
+        """The waiting groups, in the order in which they would be taken."""
+        return [entry.group for entry in self._ready]
 
     def put(self, group: Group) -> None:
         """Queue a scored group whose trajectories are in flight."""
@@ -71,6 +80,10 @@ class GroupQueue:
         for group in groups:
             self._append(group)
 
+    def wake(self) -> None:
+        """A group has left flight and is not coming: it holds the line no longer."""
+        self._changed.set()
+
     async def take(self, count: int, *, trainer_version: int) -> list[Group]:
         """Wait for `count` groups that the loss may take at `trainer_version`.
 
@@ -81,47 +94,68 @@ class GroupQueue:
         """
         while True:
             self._judge(trainer_version)
-            while len(self._young) >= count:
-                batch = [self._young.popleft() for _ in range(count)]
+            while len(self._ready) >= count and self._may_take(self._ready[count - 1]):
+                batch = [entry.group for entry in self._ready[:count]]
+                del self._ready[:count]
                 if any(group.trajectories for group in batch):
                     return batch
                 self._on_skipped()
-            self._arrival.clear()
-            await self._arrival.wait()
+            self._changed.clear()
+            await self._changed.wait()
+
+    def _may_take(self, last: _Ready) -> bool:
+        return self._policy.may_take(last.number, self._first_in_flight())
 
     def _judge(self, trainer_version: int) -> None:
-        """Move what is young enough from `_arrived` to `_young`; a new version judges everything anew."""
-        if trainer_version != self._judged_at:
-            self._arrived.extendleft(reversed(self._young))
-            self._young.clear()
-            self._judged_at = trainer_version
-        while self._arrived:
-            group = self._arrived.popleft()
-            if not group.trajectories:
-                self._young.append(group)
-                continue
-            kept, rejected = drop_stale(
-                group.trajectories,
-                trainer_version=trainer_version,
-                max_policy_age=self._max_policy_age,
-                on_stale=self._on_stale,
-            )
-            self._reject(group, kept, rejected, "stale")
+        """Reject what is too old; a new version judges everything anew."""
+        anew = trainer_version != self._judged_at
+        self._judged_at = trainer_version
+        unjudged, self._arrived = (self._ready if anew else self._arrived), []
+        for entry in [e for e in unjudged if self._policy.is_stale(e.oldest_version, trainer_version)]:
+            self._remove(entry)
+            kept, rejected = self._policy.judge(entry.group.trajectories, trainer_version)
+            self._reject(entry.group, kept, rejected, "stale")
             if kept:
-                self._young.append(group)
+                self._insert(entry.group)
 
     def _append(self, group: Group) -> None:
-        self._arrived.append(group)
-        while len(self) > self._capacity:
-            oldest = (self._young or self._arrived).popleft()
-            self._reject(oldest, [], oldest.trajectories, "overflow")
-        self._arrival.set()
+        self._arrived.append(self._insert(group))
+        if (index := self._policy.overflow(len(self._ready))) is not None:
+            oldest = self._ready[index]
+            self._remove(oldest)
+            self._reject(oldest.group, [], oldest.group.trajectories, "overflow")
+        self._changed.set()
+
+    def _insert(self, group: Group) -> _Ready:
+        oldest = min(
+            (version for t in group.trajectories if (version := t.oldest_trained_version()) is not None), default=None
+        )
+        number = group_number(group.group_id)
+        entry = _Ready(rank=self._policy.rank(number, oldest), number=number, oldest_version=oldest, group=group)
+        insort(self._ready, entry, key=_rank)
+        return entry
+
+    def _remove(self, entry: _Ready) -> None:
+        at = bisect_left(self._ready, entry.rank, key=_rank)
+        assert self._ready[at] is entry
+        del self._ready[at]
+        if entry in self._arrived:
+            self._arrived.remove(entry)
 
     def _reject(self, group: Group, kept: list[Trajectory], rejected: list[Trajectory], reason: str) -> None:
         self._ledger.move(_ids(rejected), State.REJECTED, reason)
         group.trajectories = kept
         if rejected and not kept:
             self._on_rejected(group, reason)
+
+
+def group_number(group_id: str) -> int:
+    """The place of a group in the order in which groups start; its id is `g<number>`."""
+    return int(group_id.removeprefix("g"))
+
+
+def _rank(entry: _Ready) -> tuple[float, int]:
+    return entry.rank
 
 
 def _ids(trajectories: Sequence[Trajectory]) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from pydantic import Field, model_validator
 
 from forgelite.config.advantage import AdvantageConfig
@@ -89,6 +91,7 @@ class GRPOConfig(Section):
         check_world_size(self.trainer, self.mesh.trainer_processes)
         self._check_loss()
         self._check_staleness()
+        self._check_record()
         self._check_weights()
         self._check_lengths()
         self._check_dtype()
@@ -125,13 +128,20 @@ class GRPOConfig(Section):
 
     def _check_staleness(self) -> None:
         loop, loss = self.loop, self.loss
-        if loop.depth != 0 and loop.max_policy_age > 0 and not loss.corrects_gap:
-            depth = "null" if loop.depth is None else loop.depth
+        # At depth 0 what a batch leaves of a surplus is trained by a later version.
+        asynchronous = loop.depth != 0 or loop.oversample > 1
+        if asynchronous and loop.max_policy_age > 0 and not loss.corrects_gap:
+            ahead = f"loop.oversample={loop.oversample:g}" if loop.depth == 0 else f"loop.depth={loop.depth or 'null'}"
             raise ValueError(
-                f"loop.depth={depth} with loop.max_policy_age={loop.max_policy_age} trains on samples of older "
+                f"{ahead} with loop.max_policy_age={loop.max_policy_age} trains on samples of older "
                 f"versions, which loss.name={loss.name} with loss.anchor={loss.anchor} takes for its own: it has no "
                 "ratio to them, no trust region and no correction. Set loss.corrections=[{name: token_tis}], take a "
-                "loss with a ratio such as loss.name=clip, or set loop.depth=0"
+                "loss with a ratio such as loss.name=clip, or set loop.max_policy_age=0"
+            )
+        if loop.group_deadline_s is not None and loop.group_deadline_s >= self.rollout.timeout_s:
+            raise ValueError(
+                f"loop.group_deadline_s={loop.group_deadline_s:g} must be shorter than rollout.timeout_s="
+                f"{self.rollout.timeout_s:g}, at which members that are late fail anyway"
             )
         if loop.group_size == 1 and loop.filter_zero_variance:
             raise ValueError(
@@ -143,6 +153,31 @@ class GRPOConfig(Section):
                 f"loop.group_size=1 with advantage.name={self.advantage.name} gives only advantages of zero: "
                 "set advantage.name=reward"
             )
+
+    def _check_record(self) -> None:
+        loop = self.loop
+        if loop.replay is not None and loop.generate_only:
+            raise ValueError(
+                "loop.replay trains without sampling, loop.generate_only samples without training: take one"
+            )
+        if loop.replay is not None and loop.record:
+            raise ValueError("loop.replay with loop.record=true: what a replay trains is on record already")
+        if loop.replay is not None and Path(self.run.dir).resolve() in (
+            Path(loop.replay).resolve(),
+            *Path(loop.replay).resolve().parents,
+        ):
+            raise ValueError(
+                f"loop.replay={loop.replay} lies in run.dir={self.run.dir}, where this run writes: set another run.dir"
+            )
+        if loop.replay is not None and loop.max_policy_age > 0 and not self.loss.corrects_gap:
+            raise ValueError(
+                f"loop.replay with loop.max_policy_age={loop.max_policy_age} trains on samples of older versions, "
+                f"which loss.name={self.loss.name} takes for its own: set loss.corrections=[{{name: token_tis}}], "
+                "take a loss with a ratio such as loss.name=clip, or set loop.max_policy_age=0"
+            )
+        if loop.generate_only and (self.run.resume or self.checkpoint.every > 0):
+            key = "run.resume=true" if self.run.resume else f"checkpoint.every={self.checkpoint.every}"
+            raise ValueError(f"{key} with loop.generate_only=true: a run without a trainer has no checkpoint")
 
     def _check_weights(self) -> None:
         weights = self.weights

@@ -6,6 +6,7 @@ sections stand in the app's class and name both keys.
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -83,16 +84,56 @@ class LoopConfig(Section):
 
     steps: int = Field(ge=0, description="optimizer steps of the run")
     depth: int | None = Field(
-        1, ge=0, description="batches that generation may run ahead: 0 synchronous, K bounded, null unbounded"
+        1,
+        ge=0,
+        description="batches that generation may run ahead: 0 synchronous, K bounded (never more than max_policy_age, "
+        "beyond which samples would be born too old), null an unbounded stream",
     )
     max_policy_age: int = Field(1, ge=0, description="oldest age, in versions, that the loss accepts")
+    selection: Literal["fifo", "windowed", "freshest"] = Field(
+        "windowed",
+        description="which ready groups make a batch. fifo: the next ones in the order in which they started, a "
+        "straggler holds the line; windowed: the oldest ready ones, a straggler may be overtaken (see window); "
+        "freshest: the newest ready ones, old ones may wait until they are too old",
+    )
+    window: int | None = Field(
+        None,
+        ge=0,
+        description="for selection=windowed: groups that may overtake a straggler before it holds the line; ages are "
+        "then at most depth + window / groups_per_step, rounded up; null: any number, max_policy_age alone bounds ages",
+    )
     on_stale: Literal["drop_sample", "drop_group", "mask_tokens"] = Field(
         "drop_sample", description="what goes when a trajectory is too old: it, its group, or the old tokens"
     )
-    reissue: bool = Field(True, description="sample the prompt of a group that was rejected whole once more")
+    reissue: bool = Field(
+        True, description="sample the prompt of a group that was rejected whole, or cancelled as too old, once more"
+    )
     sync_every: int = Field(1, ge=1, description="steps between two weight updates of the policy")
     groups_per_step: int = Field(16, ge=1, description="prompts in one batch")
     group_size: int = Field(8, ge=1, description="trajectories of each prompt")
+    oversample: float = Field(
+        1.0,
+        ge=1,
+        description="groups started for a batch of 1: at 1.25 a quarter more than it needs, so that it need not wait "
+        "for its slowest groups; long answers are then trained less often",
+    )
+    surplus: Literal["keep", "cut"] = Field(
+        "keep",
+        description="groups still in flight beyond the pace when a batch is taken. keep: they go on and count for a "
+        "later batch if they are young enough; cut: the oldest are cancelled. Finished groups are always kept",
+    )
+    complete_at: int | None = Field(
+        None,
+        ge=1,
+        description="members of a group that must be scored; the others are cancelled (reason straggler), which trains "
+        "long answers less often; null: all group_size",
+    )
+    group_deadline_s: float | None = Field(
+        None,
+        gt=0,
+        description="seconds after which a group is complete with the members that are scored, as soon as there are "
+        "two; null: no such deadline",
+    )
     filter_zero_variance: bool = Field(True, description="leave out groups whose rewards are all equal")
     replace_filtered: bool = Field(
         True, description="sample other groups in the place of filtered ones; false: the batch is smaller by them"
@@ -100,6 +141,15 @@ class LoopConfig(Section):
     max_groups_in_flight: int = Field(256, ge=1, description="most groups being sampled at once; caps depth")
     max_groups_queued: int = Field(1024, ge=1, description="most groups waiting; at depth null the oldest goes first")
     batch_timeout_s: float = Field(1800.0, gt=0, description="the run fails when a batch takes longer")
+    record: bool = Field(
+        False, description="write every trained batch to <run.dir>/record, from which loop.replay trains again"
+    )
+    replay: str | None = Field(
+        None, description="train from the record of this run folder: no policy, rewards or reference is started"
+    )
+    generate_only: bool = Field(
+        False, description="sample, score and record loop.steps batches by the starting weights; no trainer is started"
+    )
 
     @model_validator(mode="after")
     def _policy_can_keep_up(self) -> LoopConfig:
@@ -115,10 +165,41 @@ class LoopConfig(Section):
                 f"loop.max_policy_age={self.max_policy_age} would reject them all"
             )
         ahead = self.groups_per_step * ((self.depth or 0) + 1)
+        ahead += math.ceil((self.oversample - 1) * self.groups_per_step)
         if self.max_groups_queued < ahead:
             raise ValueError(
-                f"loop.max_groups_queued={self.max_groups_queued} does not hold what loop.depth={self.depth} and "
-                f"loop.groups_per_step={self.groups_per_step} let run ahead: it must be at least {ahead}"
+                f"loop.max_groups_queued={self.max_groups_queued} does not hold what loop.depth={self.depth}, "
+                f"loop.groups_per_step={self.groups_per_step} and loop.oversample={self.oversample:g} let run ahead: "
+                f"it must be at least {ahead}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _selection_makes_sense(self) -> LoopConfig:
+        if self.window is not None and self.selection != "windowed":
+            raise ValueError(f"loop.window={self.window} is for loop.selection=windowed, not {self.selection}")
+        if self.depth is None and (self.selection == "fifo" or self.window is not None):
+            raise ValueError(
+                f"loop.depth=null with loop.selection={self.selection} and loop.window={self.window}: while a "
+                "straggler holds the line, an unbounded stream pushes out what waits behind it; set loop.depth, or "
+                "loop.selection=windowed with loop.window=null"
+            )
+        if self.oversample > 1 and self.selection == "fifo":
+            raise ValueError(
+                f"loop.oversample={self.oversample:g} with loop.selection=fifo: a surplus cannot overtake a straggler "
+                "that holds the line; set loop.selection=windowed"
+            )
+        if self.oversample > 1 and self.depth is None:
+            raise ValueError(
+                f"loop.oversample={self.oversample:g} with loop.depth=null: an unbounded stream has no pace that could "
+                "be exceeded; set loop.depth"
+            )
+        if self.surplus == "cut" and self.oversample == 1:
+            raise ValueError("loop.surplus=cut with loop.oversample=1: there is no surplus; raise loop.oversample")
+        if self.complete_at is not None and not min(2, self.group_size) <= self.complete_at <= self.group_size:
+            raise ValueError(
+                f"loop.complete_at={self.complete_at} of loop.group_size={self.group_size} members: it must be from 2 "
+                "(one member has nothing to be compared with) to loop.group_size"
             )
         return self
 

@@ -3,12 +3,50 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TypeVar
 
 from forgelite.errors import DeadlineExceeded
 
 T = TypeVar("T")
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class _OpenGate:
+    gate: str
+    since: float  # the event loop's clock, in seconds
+    diagnose: Callable[[], str]
+
+
+class OpenGates:
+    """The waits of a run that are open just now, so that a stall can be told by its name.
+
+    Example: `with gates.at("a training step", lambda: "held by the trainer"): await trainer.train_step(batch)`.
+    """
+
+    def __init__(self) -> None:
+        self._open: list[_OpenGate] = []
+
+    @contextmanager
+    def at(self, gate: str, diagnose: Callable[[], str]) -> Iterator[None]:
+        """Wait inside the block. `diagnose` says, when it is asked, how full the gate is and who holds it."""
+        entry = _OpenGate(gate=gate, since=asyncio.get_running_loop().time(), diagnose=diagnose)
+        self._open.append(entry)
+        try:
+            yield
+        finally:
+            self._open.remove(entry)
+
+    def stalled(self, seconds: float) -> list[str]:
+        """One line for each wait that has been open for at least `seconds`: its gate, since when, and its diagnosis."""
+        now = asyncio.get_running_loop().time()
+        return [
+            f"waiting for {entry.gate} for {now - entry.since:.3g} s: {entry.diagnose()}"
+            for entry in self._open
+            if now - entry.since >= seconds
+        ]
 
 
 async def within(seconds: float, awaitable: Awaitable[T], gate: str, diagnose: Callable[[], str] | None = None) -> T:

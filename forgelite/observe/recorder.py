@@ -3,6 +3,7 @@
 <run.dir>/config.yaml       the resolved configuration
           metrics.jsonl     one object a step
           rollouts.jsonl    sampled texts with reward, versions, age
+          record/           every trained batch, see `recording` (loop.record)
           tensorboard/      the same metrics
           checkpoints/      see the apps
           summary.json      final figures and why the run ended
@@ -10,6 +11,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import itertools
 import json
@@ -21,8 +23,9 @@ from types import TracebackType
 from typing import Any, TextIO
 
 from forgelite.errors import ConfigError
-from forgelite.observe.metrics import MetricsLog
+from forgelite.observe.metrics import MetricsLog, read_metrics
 from forgelite.observe.progress import Progress
+from forgelite.observe.recording import FOLDER, RecordHeader, RecordWriter
 from forgelite.observe.report import write_json, write_text
 from forgelite.observe.rollouts import RolloutLog
 from forgelite.types import Group
@@ -86,6 +89,7 @@ class Recorder:
         tensorboard: bool,
         wandb: bool,
         rollouts_per_step: int | None,
+        record: RecordHeader | None = None,
         first_step: int = 0,
         claim: TextIO | None = None,
     ) -> None:
@@ -94,6 +98,7 @@ class Recorder:
         config_yaml, config: the resolved configuration, as text and as plain data.
         progress: the display.
         tensorboard, wandb, rollouts_per_step: `metrics.*`.
+        record: the header of the record; None: there is none.
         first_step: where a resumed run goes on; what its predecessor wrote of later steps is removed, since
             they will be done again.
         claim: of the folder, given up with the recorder.
@@ -110,9 +115,13 @@ class Recorder:
         (folder / "config.yaml").write_text(config_yaml, encoding="utf-8")
         self._metrics = MetricsLog(folder, tensorboard=tensorboard, wandb=wandb, config=config)
         self._rollouts = RolloutLog(folder, per_step=rollouts_per_step)
+        self._record = None if record is None else RecordWriter(folder / FOLDER, record, first_step=first_step)
 
     async def on_step(self, steps: int, metrics: Mapping[str, Any], groups: Sequence[Group]) -> None:
         """Write a line of metrics, and the rollouts behind it."""
+        if groups and self._record is not None:
+            rewards = {name: value for name, value in metrics.items() if name.startswith("reward/")}
+            await asyncio.to_thread(self._record.write, steps, groups, rewards)
         line = self._metrics.write(steps, metrics)
         if groups:
             self._rollouts.write(steps, steps - 1, groups)
@@ -144,6 +153,7 @@ class Recorder:
         self._rollouts.close()
         self._progress.close()
         reason = _exit_reason(error)
+        self._summary |= _over_the_run(read_metrics(self._folder))
         write_json(
             self._folder / "summary.json",
             {
@@ -169,6 +179,17 @@ def _exit_reason(error: BaseException | None) -> str:
     if error is None:
         return "completed"
     return "failed" if isinstance(error, Exception) else "interrupted"
+
+
+def _over_the_run(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """The rates of the whole run, from the numerators and denominators of its steps."""
+    totals = {}
+    for name in ("reward/mean", "tokens_per_s/generated"):
+        with_it = [line for line in lines if line.get(f"{name}/denominator")]
+        if with_it:
+            numerator = sum(line[f"{name}/numerator"] for line in with_it)
+            totals[name] = numerator / sum(line[f"{name}/denominator"] for line in with_it)
+    return totals
 
 
 def _drop_steps_after(path: Path, step: int) -> None:

@@ -41,4 +41,14 @@ class Counters:
             running=sum(stats.running for stats in current),
             waiting=sum(stats.waiting for stats in current),
             last_step_age_s=max((stats.last_step_age_s for stats in current), default=0.0),
+            first_versions=_oldest(current),
         )
+
+
+def _oldest(current: list[EngineStats]) -> dict[str, int]:
+    """The members of one session may be sampled by several replicas."""
+    versions: dict[str, int] = {}
+    for stats in current:
+        for session, version in stats.first_versions.items():
+            versions[session] = min(version, versions.get(session, version))
+    return versions

@@ -34,7 +34,7 @@ from forgelite.policy.engine_protocol import (
     UpdateMode,
     UpdateReport,
 )
-from forgelite.policy.groups import GroupProgress, GroupResult
+from forgelite.policy.groups import GroupProgress, GroupResult, first_versions
 from forgelite.policy.stop_texts import StopTexts
 from forgelite.policy.updates import SwapFailed, Update, WeightUpdates, unchanged
 from forgelite.types import Failure, GroupRequest
@@ -217,6 +217,7 @@ class EngineLoop:
             running=running,
             waiting=waiting,
             last_step_age_s=0.0 if last_done is None else now - last_done,
+            first_versions=first_versions(self._batch.live.copy().values()),
         )
 
     def close(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, get_args
 
 from forgelite.policy.admission import Limits
@@ -101,6 +101,7 @@ class EngineStats:
     running: int  # sequences
     waiting: int  # sequences
     last_step_age_s: float = 0.0  # since the engine's thread last got something done; 0 when it has nothing to do
+    first_versions: Mapping[str, int] = field(default_factory=dict)  # by session: of its oldest running token
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
@@ -182,6 +182,17 @@ class LiveGroup:
         """What was sampled since the last call; None when that is nothing."""
         new = tuple(progress for member in self.members if (progress := member.progress()) is not None)
         return GroupProgress(request_id=self.request.request_id, members=new) if new else None
+
+
+def first_versions(groups: Iterable[LiveGroup]) -> dict[str, int]:
+    """For each session (or, where there is none, request) that has tokens: the version of its oldest one."""
+    versions: dict[str, int] = {}
+    for group in groups:
+        name = group.request.session or group.request.request_id
+        for member in group.members:
+            if member.runs:
+                versions[name] = min(member.runs[0][0], versions.get(name, member.runs[0][0]))
+    return versions
 
 
 def sampling_fault(logprobs: list[float], token_ids: list[int], finish_reason: str | None) -> Failure | None:

@@ -12,7 +12,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hashlib
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Protocol, TypeVar
 
 from forgelite.errors import DeadlineExceeded, GenerationFailed, RequestRejected
@@ -50,25 +51,42 @@ class Rollout:
 
     async def run(self, group_id: str, prompt: Prompt, size: int) -> list[Trajectory | Failure]:
         """Roll out `size` members; entry i is the trajectory `<group_id>/<i>` or why there is none."""
-        begun = await _typed(self._begin(group_id, prompt, size), self.timeout_s, f"the first turn of group {group_id}")
+        begun = await _typed(
+            partial(self._begin, group_id, group_id, prompt, size),
+            self.timeout_s,
+            f"the first turn of group {group_id}",
+        )
         if isinstance(begun, Failure):
             return [begun] * size
-        environments, completions = begun
         return await asyncio.gather(
-            *(
-                _typed(
-                    self._continue(f"{group_id}/{i}", group_id, environment, completion),
-                    self.timeout_s,
-                    f"the later turns of {group_id}/{i}",
-                )
-                for i, (environment, completion) in enumerate(zip(environments, completions, strict=True))
-            )
+            *(self._later_turns(f"{group_id}/{i}", group_id, *member) for i, member in enumerate(begun))
+        )
+
+    async def run_member(self, group_id: str, prompt: Prompt, index: int) -> Trajectory | Failure:
+        """Roll out the member `<group_id>/<index>` alone, by requests of its own.
+
+        For groups that do not wait for their slowest members. The members of a group still find one another's prompt
+        in the prefix cache. When the caller is cancelled, the requests are ended in the engine too.
+        """
+        name = f"{group_id}/{index}"
+        begun = await _typed(
+            partial(self._begin, name, group_id, prompt, 1), self.timeout_s, f"the first turn of {name}"
+        )
+        return begun if isinstance(begun, Failure) else await self._later_turns(name, group_id, *begun[0])
+
+    async def _later_turns(
+        self, trajectory_id: str, group_id: str, environment: Environment, first: Completion | Failure
+    ) -> Trajectory | Failure:
+        return await _typed(
+            partial(self._continue, trajectory_id, group_id, environment, first),
+            self.timeout_s,
+            f"the later turns of {trajectory_id}",
         )
 
     async def _begin(
-        self, group_id: str, prompt: Prompt, size: int
-    ) -> tuple[list[Environment], Sequence[Completion | Failure]]:
-        """The environments of a group and the first completion of each."""
+        self, request_id: str, group_id: str, prompt: Prompt, size: int
+    ) -> list[tuple[Environment, Completion | Failure]]:
+        """`size` environments, each with its first completion, by one request."""
         try:
             environments = [self.environment(self.tokenizer) for _ in range(size)]
             starts = await asyncio.gather(*(e.reset(prompt) for e in environments))
@@ -81,15 +99,15 @@ class Rollout:
                 f"trainer.training.seq_len={self.max_tokens}"
             )
         request = GroupRequest(
-            request_id=group_id,
+            request_id=request_id,
             prompt_ids=tuple(starts[0]),
-            sampling=self._sampling(group_id, budget),
+            sampling=self._sampling(request_id, budget),
             n=len(environments),
             session=group_id,
         )
         if any(tuple(s) != request.prompt_ids for s in starts):
             raise GenerationFailed(f"group {group_id}: the environment does not begin alike for every member")
-        return environments, await self.generator.generate_group(request)
+        return list(zip(environments, await self.generator.generate_group(request), strict=True))
 
     async def _continue(
         self, trajectory_id: str, group_id: str, environment: Environment, first: Completion | Failure
@@ -188,10 +206,14 @@ async def _step(environment: Environment, completion: Completion) -> Transition:
     return transition
 
 
-async def _typed(work: Awaitable[T], seconds: float, gate: str) -> T | Failure:
-    """Await with a deadline; what goes wrong with this rollout alone is a Failure, what ends the run is raised."""
+async def _typed(work: Callable[[], Awaitable[T]], seconds: float, gate: str) -> T | Failure:
+    """Await with a deadline; what goes wrong with this rollout alone is a Failure, what ends the run is raised.
+
+    The work is made here and not by the caller: a coroutine handed to a task that is cancelled before its first step
+    would never be awaited.
+    """
     try:
-        return await within(seconds, work, f"{gate} (rollout.timeout_s)")
+        return await within(seconds, work(), f"{gate} (rollout.timeout_s)")
     except DeadlineExceeded as error:
         return Failure(reason="timeout", message=str(error))
     except RequestRejected as error:

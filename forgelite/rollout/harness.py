@@ -111,6 +111,10 @@ class HarnessRollout:
         """
         return await asyncio.gather(*(self._play(f"{group_id}/{i}", group_id, prompt) for i in range(size)))
 
+    async def run_member(self, group_id: str, prompt: Prompt, index: int) -> Trajectory | Failure:
+        """Roll out the member `<group_id>/<index>` alone. Raises what `run` raises."""
+        return await self._play(f"{group_id}/{index}", group_id, prompt)
+
     async def _play(self, trajectory_id: str, group_id: str, prompt: Prompt) -> Trajectory | Failure:
         sampling = dataclasses.replace(self.sampling, seed=derive_seed(self.seed, trajectory_id))
         session = self.recorder.open(trajectory_id, sampling=sampling, max_length=self.max_tokens)

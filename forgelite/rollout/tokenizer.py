@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from forgelite.errors import ConfigError
 from forgelite.rollout.dataset import Row
 from forgelite.types import Prompt
+
+T = TypeVar("T")
 
 
 class Tokenizer(Protocol):
@@ -18,6 +21,7 @@ class Tokenizer(Protocol):
     eos_token_id: int | None
 
     def __len__(self) -> int: ...
+    def get_vocab(self) -> dict[str, int]: ...
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str: ...
     def apply_chat_template(self, conversation: list[dict], **options: Any) -> Any: ...
@@ -49,15 +53,30 @@ def load_tokenizer(folder: str | Path, vocab_size: int | None = None) -> Tokeniz
     return tokenizer
 
 
+def fingerprint(tokenizer: Tokenizer) -> str:
+    """Equal for tokenizers that give every token the same number."""
+    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()), ensure_ascii=False)
+    return hashlib.sha256(vocabulary.encode()).hexdigest()[:16]
+
+
 def read_vocab_size(folder: str | Path) -> int:
     """`vocab_size` of a Hugging Face model folder; raises ConfigError if it is not there."""
+    return _read_config(folder, "vocab_size", int)
+
+
+def read_model_type(folder: str | Path) -> str:
+    """`model_type`, the model's family, of a Hugging Face model folder; raises ConfigError if it is not there."""
+    return _read_config(folder, "model_type", str)
+
+
+def _read_config(folder: str | Path, name: str, kind: Callable[[Any], T]) -> T:
     path = Path(folder) / "config.json"
     try:
-        return int(json.loads(path.read_text())["vocab_size"])
+        return kind(json.loads(path.read_text())[name])
     except OSError:
         raise ConfigError(f"model.path: there is no model in {folder} (no {path.name})") from None
     except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"model.path: {path} does not give vocab_size ({error!r})") from None
+        raise ConfigError(f"model.path: {path} does not give {name} ({error!r})") from None
 
 
 def prompt_maker(tokenizer: Tokenizer, column: str, key: str = "data.prompt") -> Callable[[str, Row], Prompt]:

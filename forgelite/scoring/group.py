@@ -16,7 +16,7 @@ ReferenceLogprobs = Callable[[Sequence[Trajectory]], Awaitable[Sequence[list[flo
 
 @dataclass(kw_only=True, slots=True)
 class ScoredGroup:
-    """What became of the members of a group. Every member is in exactly one of the three places.
+    """What became of the members of a group. Every member is in exactly one of the four places.
 
     Example, one of four members failed and the others have equal rewards: `group.trajectories == []`,
     `failed == {"g3/1": Failure(...)}`, `filtered == {"g3/0": "zero_variance", ...}`.
@@ -26,6 +26,7 @@ class ScoredGroup:
     scores: list[Score] = field(default_factory=list)  # of every member that was scored, filtered or not
     failed: dict[str, Failure] = field(default_factory=dict)  # trajectory id -> why
     filtered: dict[str, str] = field(default_factory=dict)  # trajectory id -> reason
+    cut: list[str] = field(default_factory=list)  # trajectory ids of members that were cancelled as too slow
 
 
 def reward_sample(prompt: Prompt, trajectory: Trajectory) -> RewardSample:
@@ -40,10 +41,19 @@ def reward_sample(prompt: Prompt, trajectory: Trajectory) -> RewardSample:
     )
 
 
+async def score_member(prompt: Prompt, trajectory: Trajectory, *, score: ScoreSamples) -> Trajectory | Failure:
+    """Score one member alone: the trajectory with its score, or why it has none."""
+    (result,) = await score([reward_sample(prompt, trajectory)])
+    if isinstance(result, Failure):
+        return result
+    trajectory.score = result
+    return trajectory
+
+
 async def score_group(
     group_id: str,
     prompt: Prompt,
-    members: Sequence[Trajectory | Failure],
+    members: Sequence[Trajectory | Failure | None],
     *,
     score: ScoreSamples,
     reference: ReferenceLogprobs | None,
@@ -55,7 +65,8 @@ async def score_group(
 
     Args:
         group_id, prompt: of the group; member i has the id `<group_id>/<i>`.
-        members: what the rollout gave.
+        members: what the rollout gave; None: the member was cut before it had finished. One that has a score already
+            (`score_member`) is not scored again.
         score: the rewards. A failed sample is left out of the baseline; it never counts as a reward of 0.
         reference: log-probabilities of the frozen starting model, asked for only where a group goes on.
         advantage: how rewards become advantages.
@@ -65,16 +76,17 @@ async def score_group(
     scored = ScoredGroup(group=Group(group_id=group_id, prompt=prompt, trajectories=[]))
     rolled_out = [m for m in members if isinstance(m, Trajectory)]
     scored.failed = {f"{group_id}/{i}": m for i, m in enumerate(members) if isinstance(m, Failure)}
+    scored.cut = [f"{group_id}/{i}" for i, m in enumerate(members) if m is None]
     kept = scored.group.trajectories
-    if rolled_out:
-        results = await score([reward_sample(prompt, t) for t in rolled_out])
-        for trajectory, result in zip(rolled_out, results, strict=True):
+    if unscored := [t for t in rolled_out if t.score is None]:
+        results = await score([reward_sample(prompt, t) for t in unscored])
+        for trajectory, result in zip(unscored, results, strict=True):
             if isinstance(result, Failure):
                 scored.failed[trajectory.trajectory_id] = result
             else:
                 trajectory.score = result
-                scored.scores.append(result)
-                kept.append(trajectory)
+    kept += [t for t in rolled_out if t.score is not None]
+    scored.scores = [t.score for t in kept]
     if not kept:
         return scored
     if scored.failed and drop_group_on_failure:

@@ -1,12 +1,16 @@
-"""Rewards that misbehave, for the tests."""
+"""Rewards and environments that misbehave, for the tests."""
 
 from __future__ import annotations
 
+import asyncio
+import re
 import threading
 import zlib
 
 from apps.toy.task import sorted_letters
+from forgelite.rollout.environment import SingleTurn, Transition
 from forgelite.scoring.reward import RewardSample
+from forgelite.types import Completion
 
 
 def sometimes_broken(sample: RewardSample) -> float:
@@ -24,3 +28,12 @@ def sometimes_broken(sample: RewardSample) -> float:
 def always_one(sample: RewardSample) -> float:
     """The same reward for every answer."""
     return 1.0
+
+
+class Dawdling(SingleTurn):
+    """A single turn, after which members 6 and 7 of every group that is trained take an hour."""
+
+    async def step(self, completion: Completion) -> Transition:
+        if re.fullmatch(r"g\d+/[67]/0", completion.request_id):
+            await asyncio.sleep(3600)
+        return await super().step(completion)

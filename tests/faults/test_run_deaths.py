@@ -49,7 +49,7 @@ def exit_reason(folder: Path) -> tuple[str, str | None]:
     return summary["exit_reason"], summary["error"]
 
 
-@pytest.mark.parametrize("station", ["policy-0", "trainer"])
+@pytest.mark.parametrize("station", ["policy-0", "trainer", "reference"])
 def test_the_death_of_an_engine_that_nobody_replaces_ends_the_run_within_30_s_with_the_cause(
     warm_start: Path, tmp_path: Path, station: str
 ):

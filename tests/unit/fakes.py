@@ -9,14 +9,16 @@ import asyncio
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from forgelite.buffer.staleness import OnStale
 from forgelite.config import AdvantageConfig, LoopConfig
 from forgelite.loop import Loop, Usage
+from forgelite.loop.stations import RollOut, ScoreGroup
 from forgelite.rollout.dataset import PromptStream
 from forgelite.rollout.episode import Rollout
-from forgelite.scoring.group import score_group
+from forgelite.scoring.group import score_group, score_member
 from forgelite.scoring.reward import RewardSample
 from forgelite.types import (
     Completion,
@@ -58,9 +60,19 @@ class VersionPolicy:
     version: int = 0
     held: list[int] = field(default_factory=lambda: [0])  # versions that were ever served
     generated: int = 0
+    first_versions: dict[str, int] = field(default_factory=dict)  # of the sessions that are being sampled
+    cancelled: list[str] = field(default_factory=list)  # group ids
 
     async def generate_group(self, request: GroupRequest) -> list[Completion | Failure]:
-        return await asyncio.gather(*(self._generate(f"{request.request_id}/{i}", request) for i in range(request.n)))
+        members = [self._generate(f"{request.request_id}/{i}", request) for i in range(request.n)]
+        self.first_versions.setdefault(request.session, self.version)
+        try:
+            return await asyncio.gather(*members)
+        finally:
+            self.first_versions.pop(request.session, None)
+
+    async def cancel(self, group_id: str) -> None:
+        self.cancelled.append(group_id)
 
     async def _generate(self, request_id: str, request: GroupRequest) -> Completion:
         length = self.rng.randint(1, request.sampling.max_tokens)
@@ -91,7 +103,7 @@ class VersionPolicy:
         return {}
 
     async def usage(self) -> Usage:
-        return Usage(generated_tokens=self.generated)
+        return Usage(generated_tokens=self.generated, first_versions=dict(self.first_versions))
 
 
 @dataclass
@@ -142,6 +154,8 @@ class FakeRun:
     trainer: CountingTrainer
     recorder: Recorder
     prompts: PromptStream
+    roll_out: RollOut
+    score_group: ScoreGroup
 
 
 def make_run(
@@ -159,9 +173,12 @@ def make_run(
     drop_group_on_failure: bool = False,
     max_tokens: int = 6,
     reward=None,
+    score=None,
     **options: Any,
 ) -> FakeRun:
-    """Args as in the config; `reward(sample, rng)` returns a Score or a Failure, random scores by default."""
+    """Args as in the config; `reward(sample, rng)` returns a Score or a Failure, random scores by default;
+    `score(samples)` stands for the whole reward station.
+    """
     rng = random.Random(seed)
     policy, trainer, recorder = VersionPolicy(rng), CountingTrainer(rng), Recorder()
     tokenizer = CharTokenizer()
@@ -176,7 +193,7 @@ def make_run(
         shuffle=True,
     )
 
-    async def score(samples: Sequence[RewardSample]) -> list[Score | Failure]:
+    async def score_samples(samples: Sequence[RewardSample]) -> list[Score | Failure]:
         await turns(rng.randint(0, 20))
         if reward is None:
             return [Score(reward=rng.random()) for _ in samples]
@@ -187,7 +204,7 @@ def make_run(
             group_id,
             prompt,
             members,
-            score=score,
+            score=score or score_samples,
             reference=None,
             advantage=AdvantageConfig(),
             filter_zero_variance=filter_zero_variance,
@@ -203,16 +220,19 @@ def make_run(
     )
     loop = Loop(
         config=LoopConfig(
-            steps=steps,
-            depth=depth,
-            max_policy_age=max_policy_age,
-            on_stale=on_stale,
-            sync_every=sync_every,
-            reissue=reissue,
-            groups_per_step=groups_per_step,
-            group_size=group_size,
-            filter_zero_variance=filter_zero_variance,
-            **{"batch_timeout_s": 60.0, **options.pop("loop", {})},
+            **{
+                "steps": steps,
+                "depth": depth,
+                "max_policy_age": max_policy_age,
+                "on_stale": on_stale,
+                "sync_every": sync_every,
+                "reissue": reissue,
+                "groups_per_step": groups_per_step,
+                "group_size": group_size,
+                "filter_zero_variance": filter_zero_variance,
+                "batch_timeout_s": 60.0,
+            }
+            | options.pop("loop", {})
         ),
         row_length=64,
         prompts=prompts,
@@ -221,6 +241,15 @@ def make_run(
         trainer=trainer,
         policy=policy,
         observer=recorder,
-        **options,
+        **{"roll_out_member": rollout.run_member, "score_member": partial(score_member, score=score or score_samples)}
+        | options,
     )
-    return FakeRun(loop=loop, policy=policy, trainer=trainer, recorder=recorder, prompts=prompts)
+    return FakeRun(
+        loop=loop,
+        policy=policy,
+        trainer=trainer,
+        recorder=recorder,
+        prompts=prompts,
+        roll_out=rollout.run,
+        score_group=score_one_group,
+    )

@@ -98,6 +98,8 @@ def test_the_divergence_is_taken_off_the_reward_summed_over_the_trained_tokens(e
 
 async def test_a_group_gets_its_advantages_from_rewards_less_the_divergence():
     members = [_scored(0.0, [-1.0]), _scored(0.0, [-3.0])]
+    for member in members:
+        member.score = None
 
     async def score(samples):
         return [Score(reward=1.0), Score(reward=2.0)]

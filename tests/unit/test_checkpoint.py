@@ -65,7 +65,7 @@ async def test_a_resumed_run_trains_every_queued_sample_once_and_loses_no_prompt
 
 async def test_the_next_batch_after_resume_is_the_one_that_would_have_come():
     states = []
-    run = await run_until(5, states, depth=2, max_policy_age=3)
+    run = await run_until(12, states, depth=2, max_policy_age=3)
     at = next(i for i, s in enumerate(states) if len(s["queue"]) >= 3)
     resumed = make_run(steps=at + 2, depth=2, max_policy_age=3)
     resumed.loop.load_state_dict(states[at])

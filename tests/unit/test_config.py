@@ -67,6 +67,8 @@ def test_an_override_reaches_engine_arguments_by_vllm_s_names():
         ("loop.steps=yes", r"loop: steps must be a number, not True"),
         ("loop.depth=80", r"loop\.max_groups_queued=1024.*loop\.depth=80.*at least 1296"),
         ("loop.batch_timeout_s=600", r"loop\.batch_timeout_s=600.*rollout\.timeout_s=600"),
+        ("loop.group_deadline_s=600", r"loop\.group_deadline_s=600.*rollout\.timeout_s=600"),
+        ("loop.complete_at=9", r"loop\.complete_at=9 of loop\.group_size=8"),
         ("mesh.trainer_processes=2", r"data_parallel_shard_degree=1.*mesh\.trainer_processes=2"),
         ("trainer.lr_scheduler.warmup_steps=9", r"warmup_steps=9 exceeds trainer\.lr_scheduler\.total_steps=5"),
         ("policy.sampling.max_tokens=48", r"policy\.sampling\.max_tokens=48.*trainer\.training\.seq_len=48"),
@@ -92,6 +94,16 @@ def test_a_wrong_key_or_value_is_one_error_that_names_it(override, message):
     }.get(override, [])
     with pytest.raises(ConfigError, match=message):
         load_config(GRPOConfig, TOY, [*given, override])
+
+
+def test_a_surplus_that_a_later_version_trains_needs_a_loss_that_accounts_for_it():
+    with pytest.raises(
+        ConfigError, match=r"loop\.oversample=1\.5 with loop\.max_policy_age=1 trains on samples of older"
+    ):
+        load_config(GRPOConfig, TOY, ["loop.depth=0", "loop.oversample=1.5", "loss.name=reinforce"])
+    load_config(
+        GRPOConfig, TOY, ["loop.depth=0", "loop.oversample=1.5", "loop.max_policy_age=0", "loss.name=reinforce"]
+    )
 
 
 def test_weights_that_do_not_lie_in_shared_memory_cannot_be_used_in_place():

@@ -1,0 +1,36 @@
+"""What an update costs running sequences, by mode: the longest gap between two of their tokens, in median steps."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+
+from benchmarks.policy_trace import Plan, Trace, trace
+from benchmarks.table import Row, spread
+
+_CASES: dict[str, Plan] = {
+    "pause_in_flight": Plan(mode="in_flight", updates=8, tokens_between=1500),
+    "pause_in_flight_keep": Plan(mode="in_flight", keep_kv=True, updates=8, tokens_between=1500),
+    "pause_drain": Plan(mode="drain", updates=8, tokens_between=1500),
+    "pause_abort": Plan(mode="abort", updates=8, tokens_between=1500),
+}
+
+
+def rows(folder: Path, *, quick: bool) -> list[Row]:
+    """`pause_in_flight`, `pause_drain` and `pause_abort`; after each, what else the mode costs."""
+    plans = [
+        Plan(mode=p.mode, keep_kv=p.keep_kv, updates=3 if quick else p.updates, tokens_between=p.tokens_between)
+        for p in _CASES.values()
+    ]
+    traces = trace(folder, [plans[0], *plans])[1:]  # the first one warms the engine up
+    return [_row(case, run) for case, run in zip(_CASES, traces, strict=True)]
+
+
+def _row(case: str, run: Trace) -> Row:
+    pauses, waits = run.pauses(), run.waits()
+    recomputed = statistics.mean(swap.recomputed_tokens for swap in run.swaps)
+    note = f"{spread(pauses)}; a step is {1e3 * run.step_s:.1f} ms; recomputed {recomputed:.0f} tokens, lost none"
+    if any(swap.held for swap in run.swaps):
+        note += f"; newcomers waited {statistics.median(waits):.0f} steps"
+    goal = 2.0 if case == "pause_in_flight" else None
+    return Row(case=case, value=statistics.median(pauses), unit="steps", goal=goal, at_most=goal is not None, note=note)

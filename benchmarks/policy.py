@@ -9,7 +9,8 @@ drifts for both; a ratio is of medians. Pauses and the picture come from traces 
 `EngineLoop`, with versions that are published to a store and served in place.
 
 **Cases with a goal**: `service_vs_bare_32`, `service_vs_bare_128` (tokens per second by those of the bare engine on the
-same batch), `pause_in_flight` (longest gap between two tokens of a running sequence, by the median step).
+same batch), `pause_in_flight` (longest gap between two tokens of a running sequence, by the median step, with
+`policy.update.kv=keep`; what recomputing the cache adds is in `pause_in_flight_recompute`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""What an update costs running sequences, by mode: the longest gap between two of their tokens, in median steps."""
+"""What an update costs running sequences, by mode: the longest gap between two of their tokens, in median steps.
+
+`pause_in_flight` is the swap alone (`policy.update.kv=keep`); with `kv=recompute`, the default, the step after it also
+prefills everything that runs, which is `pause_in_flight_recompute`.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +13,8 @@ from benchmarks.policy_trace import Plan, Trace, trace
 from benchmarks.table import Row, spread
 
 _CASES: dict[str, Plan] = {
-    "pause_in_flight": Plan(mode="in_flight", updates=8, tokens_between=1500),
-    "pause_in_flight_keep": Plan(mode="in_flight", keep_kv=True, updates=8, tokens_between=1500),
+    "pause_in_flight": Plan(mode="in_flight", keep_kv=True, updates=8, tokens_between=1500),
+    "pause_in_flight_recompute": Plan(mode="in_flight", updates=8, tokens_between=1500),
     "pause_drain": Plan(mode="drain", updates=8, tokens_between=1500),
     "pause_abort": Plan(mode="abort", updates=8, tokens_between=1500),
 }

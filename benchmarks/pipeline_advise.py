@@ -81,6 +81,11 @@ def question(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Qu
     rates = (options.generate_tokens_per_s, options.train_tokens_per_s)
     if any(rate is None or rate <= 0 for rate in rates):
         parser.error("--advise needs --generate-tokens-per-s and --train-tokens-per-s, both above 0")
+    for name in ("max_length", "slots", "groups_per_step", "group_size"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} {getattr(options, name)} must be at least 1")
+    if options.max_age < 0 or options.reward_s < 0 or options.seconds <= 0:
+        parser.error("--max-age and --reward-s must not be below 0, and --seconds must be above it")
     if options.gpus is not None and options.gpus < 2:
         parser.error(f"--gpus {options.gpus} cannot be split between generation and training")
     lengths = Lengths(text=options.lengths, longest=options.max_length)
@@ -88,7 +93,7 @@ def question(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Qu
         lengths.mean()
     except (ValueError, OSError) as error:
         parser.error(f"--lengths: {error}")
-    return Question(
+    asked = Question(
         generate_tokens_per_s=options.generate_tokens_per_s,
         train_tokens_per_s=options.train_tokens_per_s,
         lengths=lengths,
@@ -101,6 +106,12 @@ def question(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Qu
         max_age=options.max_age,
         seconds=options.seconds,
     )
+    try:
+        for candidate in candidates(asked):
+            scenario(asked, candidate)
+    except ValueError as error:  # the rates do not fit the slots
+        parser.error(str(error))
+    return asked
 
 
 def advise(asked: Question, console: Console, processes: int) -> Candidate:

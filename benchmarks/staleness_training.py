@@ -30,8 +30,8 @@ from forgelite.config.loss import LossConfig
 from forgelite.evaluation import evaluate
 from forgelite.policy.client import PolicyClient
 from forgelite.policy.engine_loop import EngineLoop
-from forgelite.policy.engine_protocol import EngineStats, UpdateReport
-from forgelite.policy.groups import GroupResult
+from forgelite.policy.engine_protocol import EngineStats, UpdateMode, UpdateReport
+from forgelite.policy.groups import GroupProgress, GroupResult
 from forgelite.preparation import prepare
 from forgelite.rollout.episode import Rollout
 from forgelite.scoring.group import ScoredGroup, score_group
@@ -59,15 +59,24 @@ class PolicyInProcess:
     async def submit(self, requests: Sequence[GroupRequest]) -> Sequence[Failure | None]:
         return self._loop.submit(requests)
 
-    async def collect(self, timeout_s: float) -> list[GroupResult]:
+    async def collect(self, timeout_s: float) -> list[GroupResult | GroupProgress]:
         return await asyncio.to_thread(self._loop.collect, timeout_s)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         self._loop.abort(request_ids)
 
-    async def update_weights(self, version: int, manifest: Any, keep_kv: bool) -> UpdateReport:
+    async def update_weights(
+        self, version: int, manifest: Any, mode: UpdateMode, keep_kv: bool, drain_timeout_s: float
+    ) -> UpdateReport:
         """Here the manifest is the tensors themselves."""
-        return await asyncio.to_thread(self._loop.update, version, lambda: manifest, keep_kv=keep_kv)
+        return await asyncio.to_thread(
+            self._loop.update,
+            version,
+            lambda: manifest,
+            mode=mode,
+            keep_kv=keep_kv,
+            drain_timeout_s=drain_timeout_s,
+        )
 
     async def version(self) -> int:
         return self._loop.version

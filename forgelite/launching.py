@@ -8,6 +8,7 @@ Importing vLLM takes longest, so everything else hides behind it.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import os
 import platform
@@ -138,6 +139,7 @@ async def launch(config: GRPOConfig, *, on_phase: Callable[[str], None] = lambda
         else "no trainer: the policy keeps its starting weights (loop.generate_only=true)"
     )
     settings = _store_settings(config, run_id, carrier, swap)
+    plan = _replica_plan(config, device, swap if trains else "copy")
     async with _nothing_left_of(run_id), Fleet(stop_timeout_s=mesh.stop_timeout_s) as fleet, AsyncExitStack() as ending:
         trainer_handle, open_reader = None, None
         if trains:
@@ -147,7 +149,7 @@ async def launch(config: GRPOConfig, *, on_phase: Callable[[str], None] = lambda
             )
             puller = await start_carrier(fleet, settings, mesh, _environment(mesh, "cpu", None), on_phase)
             open_reader = partial(open_store, settings, puller)
-        launcher = ReplicaLauncher(fleet, _replica_plan(config, device, swap if trains else "copy", open_reader))
+        launcher = ReplicaLauncher(fleet, dataclasses.replace(plan, open_reader=open_reader))
         service = PolicyService(
             launcher.start,
             settings=_replica_settings(config, update_timeout_s=config.weights.timeout_s + INNER_FIRST_S),
@@ -253,8 +255,9 @@ async def launch_policy(
     """The policy alone, with weights that never change. Raises as `launch` does."""
     device = choose_device(config.mesh.device)
     on_phase(f"starting the policy on {device}")
+    plan = _replica_plan(config, device, "copy")
     async with Fleet(stop_timeout_s=config.mesh.stop_timeout_s) as fleet, AsyncExitStack() as ending:
-        launcher = ReplicaLauncher(fleet, _replica_plan(config, device, "copy", None))
+        launcher = ReplicaLauncher(fleet, plan)
         service = PolicyService(
             launcher.start,
             settings=_replica_settings(config, update_timeout_s=config.mesh.answer_timeout_s),
@@ -291,12 +294,8 @@ def _store_settings(
     )
 
 
-def _replica_plan(
-    config: GRPOConfig | ServeConfig,
-    device: Device,
-    swap: Literal["copy", "zero_copy"],
-    open_reader: Callable[[], Any] | None,
-) -> ReplicaPlan:
+def _replica_plan(config: GRPOConfig | ServeConfig, device: Device, swap: Literal["copy", "zero_copy"]) -> ReplicaPlan:
+    """For weights that never change. Raises ConfigError where replicas and GPUs do not fit together."""
     mesh, replicas = config.mesh, config.policy.replicas
     shares: tuple[str, ...] = ()
     if device == "cuda" and mesh.policy_gpus is not None:
@@ -315,7 +314,7 @@ def _replica_plan(
         engine=config.policy.engine,
         seed=config.run.seed,
         swap=swap,
-        open_reader=open_reader,
+        open_reader=None,
         environment=policy_environment(device) | _environment(mesh, device, None),
         setup_timeout_s=mesh.setup_timeout_s,
         tokenizer=config.model.tokenizer,

@@ -61,7 +61,11 @@ class ReplicaLauncher:
         ranks = tensor_parallel_size(plan.engine)
         share = self._take_share(name)
         environment = plan.environment if share is None else {**plan.environment, "CUDA_VISIBLE_DEVICES": share}
-        station = fleet.spawn(name, PolicyActor, environment=environment, processes=ranks, expendable=True)
+        try:
+            station = fleet.spawn(name, PolicyActor, environment=environment, processes=ranks, expendable=True)
+        except BaseException:
+            self._give_back(share)
+            raise
         process = ProcessOfReplica(station, fleet, on_end=lambda: self._give_back(share))
         try:
             answers = await station.call(station.actor.process_id.call(), plan.setup_timeout_s, _FIRST_ANSWER)
@@ -114,6 +118,23 @@ class ProcessOfReplica:
             with suppress(ProcessLookupError):  # it has died since it answered
                 self._handles.append(os.pidfd_open(process_id))
 
+    async def ended(self) -> str:
+        """Wait until one of its processes is gone; returns what a message says of that."""
+        handles = [os.dup(handle) for handle in self._handles]  # a loop has one reader for each, and `kill` reads too
+        waits = [asyncio.ensure_future(_readable(handle)) for handle in handles]
+        how = "its process has ended"
+        try:
+            if len(handles) == len(self.process_ids):
+                done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+                how = _how_it_ended(next(h for h, wait in zip(handles, waits, strict=True) if wait in done))
+        finally:
+            for wait in waits:
+                wait.cancel()
+            await asyncio.gather(*waits, return_exceptions=True)
+            for handle in handles:
+                os.close(handle)
+        return f"station {self._station.name} died: {how}"
+
     async def kill(self) -> None:
         """End it by SIGKILL, which a stopped process obeys too; then the kernel has taken back all that it held.
 
@@ -140,6 +161,16 @@ def _rendezvous(plan: ReplicaPlan, ranks: int) -> Rendezvous | None:
     if ranks == 1:
         return None
     return new_rendezvous(ranks, build_timeout_s=plan.setup_timeout_s, call_timeout_s=plan.step_timeout_s)
+
+
+def _how_it_ended(handle: int) -> str:
+    try:
+        end = os.waitid(os.P_PIDFD, handle, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:  # Monarch, whose child it is too, has asked before
+        return "its process has ended"
+    if end is None or end.si_code == os.CLD_EXITED:
+        return f"its process has ended with exit code {end.si_status if end else 'unknown'}"
+    return f"its process was killed by {signal.Signals(end.si_status).name}"
 
 
 async def _readable(handle: int) -> None:

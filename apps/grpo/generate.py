@@ -33,6 +33,7 @@ async def generate(config: GRPOConfig) -> None:
         rollouts_per_step=config.metrics.rollouts_per_step,
         record=record_header(config, inputs.tokenizer),
     ) as recorder:
+        recorder.on_phase(f"{config.loop.steps} batches by the starting weights; no trainer, so no held-out evaluation")
         async with (
             launch(config, on_phase=recorder.on_phase) as stations,
             open_rollout_endpoint(config, inputs, stations) as endpoint,

@@ -21,26 +21,27 @@ whole window before the trainer has taken anything, and a straggler of the first
 pace cannot close itself: the trainer waits for batch `taken`, `served` lags it by less than `sync_every` <= lead + 1
 versions, and all groups that were taken had been finished.
 
-The bound on age. Let a group start at version s in place p, hence p < (s + lead + 1) B. Groups that end without being
-trained only move those behind them forward, so the batch of the group is at most (p + overtakers) // B, where
-overtakers are groups that started later and are trained earlier.
+The bound on age. Let a group start at version s in place p, hence p < (s + lead + 1) B + surplus (that of
+`loop.oversample`). Groups that end without being trained only move those behind them forward, so the batch of the
+group is at most (p + overtakers) // B, where overtakers are groups that started later and are trained earlier.
 
-    fifo       Groups are trained in the order of their numbers: nobody overtakes. Its batch is at most s + lead, so
-               its age is at most  lead.
+    fifo       Groups are trained in the order of their numbers: nobody overtakes, and there is no surplus. Its batch
+               is at most s + lead, so its age is at most  lead.
     windowed   Oldest first among the ready. A ready group is overtaken by none. One in flight holds the line as soon
                as a taken group would be more than `window` numbers behind the first in flight, so at most `window`
-               groups overtake it, and its batch is at most ((s + lead + 1) B - 1 + window) // B: its age is at most
-               lead + ceil(window / B).  window=0 is fifo. Without a window a straggler holds up nobody, and the
-               order alone bounds nothing.
+               groups overtake it, and its batch is at most ((s + lead + 1) B + surplus - 1 + window) // B: its age is
+               at most  lead + ceil((window + surplus) / B).  window=0 is fifo. Without a window a straggler holds up
+               nobody, and the order alone bounds nothing.
     freshest   Newest first; an old group may wait for ever. The order alone bounds nothing.
 
 What the order does not bound is bounded by rejection: whatever the order, depth and surplus, the queue asks `judge` for
 each trajectory at the trainer's version when the loss takes the batch, and no queue or prefetch lies between the
 judgement and the loss. A group of the unbounded stream (`depth: null`) is bounded by this alone.
 
-Cancellation. The next batch is trained at version `taken` or later. A group whose first token was sampled by a version
-v with taken - v > max_policy_age can therefore only be rejected, so it is cancelled while it is still sampled. With
-`mask_tokens` it is not: the tokens that are still to come may be young enough.
+Cancellation. The next batch is trained at version `taken` or later. What a version v with taken - v > max_policy_age
+has begun can therefore only be rejected, so a group whose first token is of such a version is cancelled while it is
+still sampled. Its members start together; with `drop_sample` one that got its slot in the engine a version later goes
+with them. With `mask_tokens` nothing is cancelled: the tokens that are still to come may be young enough.
 """
 
 from __future__ import annotations
@@ -93,12 +94,7 @@ class StalenessPolicy:
         """The age that pacing and selection alone guarantee; None: they guarantee none, `max_policy_age` does."""
         if self.lead is None or self.window is None or self.config.selection == "freshest":
             return None
-        return self.lead + math.ceil(self.window / self.config.groups_per_step)
-
-    @property
-    def surplus_groups(self) -> int:
-        """Groups that are started beyond what the pace needs (`loop.oversample`)."""
-        return math.ceil((self.config.oversample - 1) * self.config.groups_per_step)
+        return self.lead + math.ceil((self.window + self.config.surplus_groups) / self.config.groups_per_step)
 
     # ---- admit ----
 
@@ -108,7 +104,7 @@ class StalenessPolicy:
         A surplus starts together with the groups of a batch and never alone, or at depth 0 it would be sampled by the
         version that is just being replaced.
         """
-        config, surplus = self.config, self.surplus_groups
+        config, surplus = self.config, self.config.surplus_groups
         if config.depth == 0 and surplus == 0 and progress.in_flight:
             # A synchronous run repeats bit for bit only if the replacements of filtered groups start together, not
             # in the order in which scores happen to arrive.
@@ -183,7 +179,7 @@ class StalenessPolicy:
     # ---- cancel ----
 
     def is_hopeless(self, first_version: int, progress: Progress) -> bool:
-        """Whether a group in flight whose first token was sampled by `first_version` can only be rejected."""
+        """Whether what `first_version` has begun to sample can only be rejected."""
         return self.config.on_stale != "mask_tokens" and self.is_stale(first_version, progress.taken)
 
     def surplus_in_flight(self, progress: Progress) -> int:
@@ -196,7 +192,7 @@ class StalenessPolicy:
         if self.config.surplus == "keep":
             return 0
         beyond = self._place(progress) - self._limit(progress)
-        return max(0, min(beyond, progress.in_flight, self.surplus_groups))
+        return max(0, min(beyond, progress.in_flight, self.config.surplus_groups))
 
 
 def drop_stale(

@@ -1,7 +1,7 @@
 """One typed configuration tree: YAML files, `key.sub=value` overrides, checks that name the keys."""
 
 from forgelite.config.advantage import AdvantageConfig
-from forgelite.config.grpo import GRPOConfig, GRPOMeshConfig
+from forgelite.config.grpo import GRPOConfig, GRPOMeshConfig, GRPOSamplingConfig, UpdateConfig
 from forgelite.config.imports import import_object
 from forgelite.config.loading import check_config, describe_keys, load_config, to_yaml
 from forgelite.config.loss import LossConfig
@@ -21,7 +21,6 @@ from forgelite.config.schema import (
     RunConfig,
     SamplingConfig,
     StationConfig,
-    UpdateConfig,
     WeightsConfig,
 )
 from forgelite.config.serve import EndpointConfig, ServeConfig
@@ -36,6 +35,7 @@ __all__ = [
     "EvalConfig",
     "GRPOConfig",
     "GRPOMeshConfig",
+    "GRPOSamplingConfig",
     "LoopConfig",
     "LossConfig",
     "MeshConfig",

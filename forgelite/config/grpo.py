@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field, model_validator
 
@@ -21,6 +22,7 @@ from forgelite.config.schema import (
     RewardConfig,
     RolloutConfig,
     RunConfig,
+    SamplingConfig,
     WeightsConfig,
     check_policy_gpus,
 )
@@ -58,6 +60,58 @@ class GRPOMetricsConfig(MetricsConfig):
     rollouts_per_step: int | None = Field(16, ge=0, description="trajectories in rollouts.jsonl; null: all")
 
 
+class UpdateConfig(Section):
+    """How the policy takes new weights."""
+
+    mode: Literal["in_flight", "drain", "abort", "barrier"] = Field(
+        "in_flight",
+        description="what an update does to running sequences. in_flight: swap between two engine steps, they go on; "
+        "drain: let them end first, hold newcomers; abort: cut them and go on from their tokens; "
+        "barrier: drain whole rollouts, so that generation and training take turns",
+    )
+    kv: Literal["recompute", "keep"] = Field(
+        "recompute",
+        description="the KV cache of running sequences after an in_flight update: recompute it or keep it",
+    )
+    drain_timeout_s: float = Field(
+        300.0, gt=0, description="drain and barrier: how long running sequences may take to end; then the update fails"
+    )
+
+    @model_validator(mode="after")
+    def _keeps_a_cache_that_is_there(self) -> UpdateConfig:
+        if self.kv == "keep" and self.mode != "in_flight":
+            raise ValueError(
+                f"policy.update.kv=keep means nothing with policy.update.mode={self.mode}, which leaves no sequence "
+                "with a KV cache: set policy.update.kv=recompute, or policy.update.mode=in_flight"
+            )
+        return self
+
+
+class GRPOSamplingConfig(SamplingConfig):
+    """How tokens are drawn that will be trained."""
+
+    temperature: float = Field(
+        1.0, ge=0.01, le=2, description="divides the logits before sampling; vLLM knows none below 0.01"
+    )
+
+    @model_validator(mode="after")
+    def _can_be_trained(self) -> GRPOSamplingConfig:
+        for name, value, off in (("top_p", self.top_p, 1.0), ("top_k", self.top_k, 0), ("min_p", self.min_p, 0.0)):
+            if value != off:
+                raise ValueError(
+                    f"policy.sampling.{name}={value:g} samples from a truncated distribution, whose probabilities the "
+                    f"trainer cannot compute: every ratio would be biased; leave it at {off:g}"
+                )
+        return self
+
+
+class GRPOPolicyConfig(PolicyConfig):
+    """The vLLM side."""
+
+    sampling: GRPOSamplingConfig
+    update: UpdateConfig = Field(default_factory=UpdateConfig)
+
+
 class GRPOConfig(Section):
     """Everything that `apps.grpo` can be told."""
 
@@ -66,7 +120,7 @@ class GRPOConfig(Section):
     data: DataConfig
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
     loop: LoopConfig
-    policy: PolicyConfig
+    policy: GRPOPolicyConfig
     reward: RewardConfig
     advantage: AdvantageConfig = Field(default_factory=AdvantageConfig)
     reference: ReferenceConfig = Field(default_factory=ReferenceConfig)

@@ -100,7 +100,8 @@ class LoopConfig(Section):
         None,
         ge=0,
         description="for selection=windowed: groups that may overtake a straggler before it holds the line; ages are "
-        "then at most depth + window / groups_per_step, rounded up; null: any number, max_policy_age alone bounds ages",
+        "then at most depth + (window + the surplus of oversample) / groups_per_step, rounded up; null: any number, "
+        "max_policy_age alone bounds ages",
     )
     on_stale: Literal["drop_sample", "drop_group", "mask_tokens"] = Field(
         "drop_sample", description="what goes when a trajectory is too old: it, its group, or the old tokens"
@@ -151,6 +152,11 @@ class LoopConfig(Section):
         False, description="sample, score and record loop.steps batches by the starting weights; no trainer is started"
     )
 
+    @property
+    def surplus_groups(self) -> int:
+        """Groups that are started beyond what the pace needs: the share of `oversample`, rounded up."""
+        return math.ceil(round((self.oversample - 1) * self.groups_per_step, 6))  # 0.1 of 10 is 1.0000000000000009
+
     @model_validator(mode="after")
     def _policy_can_keep_up(self) -> LoopConfig:
         lag = self.sync_every - 1
@@ -164,8 +170,7 @@ class LoopConfig(Section):
                 f"loop.sync_every={self.sync_every} makes samples {lag} versions old, but "
                 f"loop.max_policy_age={self.max_policy_age} would reject them all"
             )
-        ahead = self.groups_per_step * ((self.depth or 0) + 1)
-        ahead += math.ceil((self.oversample - 1) * self.groups_per_step)
+        ahead = self.groups_per_step * ((self.depth or 0) + 1) + self.surplus_groups
         if self.max_groups_queued < ahead:
             raise ValueError(
                 f"loop.max_groups_queued={self.max_groups_queued} does not hold what loop.depth={self.depth}, "
@@ -184,10 +189,11 @@ class LoopConfig(Section):
                 "straggler holds the line, an unbounded stream pushes out what waits behind it; set loop.depth, or "
                 "loop.selection=windowed with loop.window=null"
             )
-        if self.oversample > 1 and self.selection == "fifo":
+        if self.oversample > 1 and (self.selection == "fifo" or self.window == 0):
             raise ValueError(
-                f"loop.oversample={self.oversample:g} with loop.selection=fifo: a surplus cannot overtake a straggler "
-                "that holds the line; set loop.selection=windowed"
+                f"loop.oversample={self.oversample:g} with loop.selection={self.selection} and loop.window="
+                f"{self.window}: a surplus cannot overtake a straggler that holds the line; set "
+                "loop.selection=windowed, with loop.window above 0 or null"
             )
         if self.oversample > 1 and self.depth is None:
             raise ValueError(
@@ -204,39 +210,12 @@ class LoopConfig(Section):
         return self
 
 
-class UpdateConfig(Section):
-    """How the policy takes new weights."""
-
-    mode: Literal["in_flight", "drain", "abort", "barrier"] = Field(
-        "in_flight",
-        description="what an update does to running sequences. in_flight: swap between two engine steps, they go on; "
-        "drain: let them end first, hold newcomers; abort: cut them and go on from their tokens; "
-        "barrier: drain whole rollouts, so that generation and training take turns",
-    )
-    kv: Literal["recompute", "keep"] = Field(
-        "recompute",
-        description="the KV cache of running sequences after an in_flight update: recompute it or keep it",
-    )
-    drain_timeout_s: float = Field(
-        300.0, gt=0, description="drain and barrier: how long running sequences may take to end; then the update fails"
-    )
-
-    @model_validator(mode="after")
-    def _keeps_a_cache_that_is_there(self) -> UpdateConfig:
-        if self.kv == "keep" and self.mode != "in_flight":
-            raise ValueError(
-                f"policy.update.kv=keep means nothing with policy.update.mode={self.mode}, which leaves no sequence "
-                "with a KV cache: set policy.update.kv=recompute, or policy.update.mode=in_flight"
-            )
-        return self
-
-
 class SamplingConfig(Section):
     """How tokens are drawn."""
 
     max_tokens: int = Field(ge=1, description="most new tokens of one turn")
     temperature: float = Field(
-        1.0, ge=0.01, le=2, description="divides the logits before sampling; vLLM knows none below 0.01"
+        1.0, ge=0, le=2, description="divides the logits before sampling, from 0.01; 0: the likeliest token"
     )
     top_p: float = Field(1.0, gt=0, le=1, description="nucleus; 1: off")
     top_k: int = Field(0, ge=0, description="keep the k likeliest tokens; 0: off")
@@ -254,15 +233,15 @@ class SamplingConfig(Section):
             raise ValueError("policy.sampling.stop holds an empty text, which every completion begins with")
         return stop
 
-    @model_validator(mode="after")
-    def _can_be_trained(self) -> SamplingConfig:
-        for name, value, off in (("top_p", self.top_p, 1.0), ("top_k", self.top_k, 0), ("min_p", self.min_p, 0.0)):
-            if value != off:
-                raise ValueError(
-                    f"policy.sampling.{name}={value:g} samples from a truncated distribution, whose probabilities the "
-                    f"trainer cannot compute: every ratio would be biased; leave it at {off:g}"
-                )
-        return self
+    @field_validator("temperature")
+    @classmethod
+    def _is_one_that_the_engine_knows(cls, temperature: float) -> float:
+        if 0 < temperature < 0.01:
+            raise ValueError(
+                f"policy.sampling.temperature={temperature:g} is below 0.01, where vLLM samples at another one: set "
+                "0.01, or 0 for the likeliest token"
+            )
+        return temperature
 
 
 class PolicyConfig(Section):
@@ -272,7 +251,6 @@ class PolicyConfig(Section):
     max_open_requests: int | None = Field(
         None, ge=1, description="requests that one replica is given at a time, more wait in the service; null: no limit"
     )
-    update: UpdateConfig = Field(default_factory=UpdateConfig)
     sampling: SamplingConfig
     engine: dict[str, Any] = Field(
         default_factory=dict, description="passed to vLLM's EngineArgs, by vLLM's own names; it must hold dtype"

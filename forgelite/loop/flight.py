@@ -19,6 +19,7 @@ from typing import Literal
 
 from forgelite.buffer.ledger import Ledger, State
 from forgelite.config import LoopConfig
+from forgelite.errors import ForgeliteError
 from forgelite.loop.members import first_members
 from forgelite.loop.stations import RollOut, RollOutMember, ScoreGroup, ScoreMember
 from forgelite.scoring.group import ScoredGroup
@@ -151,6 +152,18 @@ class GroupsInFlight:
         )
 
     async def _make(self, group: GroupInFlight) -> None:
+        try:
+            await self._roll_out_and_score(group)
+        except asyncio.CancelledError:
+            if asyncio.current_task().cancelling():
+                raise
+            # To the task group it would look like a task that we have cancelled, and the group would never leave.
+            raise ForgeliteError(
+                f"group {group.group_id} was cancelled from inside while it was {group.stage}: what rolls out or "
+                "scores a group ends with its members or with an error"
+            ) from None
+
+    async def _roll_out_and_score(self, group: GroupInFlight) -> None:
         members = await self._members(group)
         if group.group_id not in self._groups:
             return  # it was cancelled, and a user's code went on all the same

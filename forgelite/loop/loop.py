@@ -266,8 +266,9 @@ class Loop:
             await within(self._config.batch_timeout_s, self._supply.rollouts_ended(), gate, diagnose)
 
     async def _cancel_at_policy(self, group_ids: Sequence[str]) -> None:
+        gate = f"the policy to cancel {len(group_ids)} groups (mesh.answer_timeout_s)"
         await asyncio.sleep(0)  # the cancelled tasks end their own requests; the policy is asked about the rest
-        with self._gates.at(f"the policy to cancel {len(group_ids)} groups", lambda: "held by the policy"):
+        with self._gates.at(gate, lambda: "held by the policy"):
             await asyncio.gather(*(self._policy.cancel(group_id) for group_id in group_ids))
 
     async def _evaluated(self) -> Mapping[str, Any]:

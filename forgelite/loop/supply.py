@@ -225,5 +225,5 @@ class GroupSupply:
         if self.flight.first is None:
             return "held by nobody in flight"
         if self.flight.rolling_out:
-            return "held by the policy"
+            return "held by the policy or the environments"
         return "held by the rewards or the reference"

@@ -50,7 +50,8 @@ class Station:
         Raises:
             StationDied: the process is gone.
             DeadlineExceeded: no answer in time.
-            ForgeliteError: what the actor raised, with its own type; anything else it raised keeps its type too.
+            ForgeliteError: what the actor raised, with its own type.
+            monarch.actor.ActorError: what else it raised, told with its traceback.
         """
         return await within(seconds, answer(self.name, endpoint), f"{self.name}.{what}")
 

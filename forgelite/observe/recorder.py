@@ -108,6 +108,8 @@ class Recorder:
         self._progress = progress
         self._started = time.monotonic()
         self._summary: dict[str, Any] = {"steps": first_step}
+        # First, for it may refuse, and a run that is refused has changed nothing.
+        self._record = None if record is None else RecordWriter(folder / FOLDER, record, first_step=first_step)
         if first_step:
             self._go_on()
         for name in ("metrics.jsonl", "rollouts.jsonl"):
@@ -115,7 +117,6 @@ class Recorder:
         (folder / "config.yaml").write_text(config_yaml, encoding="utf-8")
         self._metrics = MetricsLog(folder, tensorboard=tensorboard, wandb=wandb, config=config)
         self._rollouts = RolloutLog(folder, per_step=rollouts_per_step)
-        self._record = None if record is None else RecordWriter(folder / FOLDER, record, first_step=first_step)
 
     async def on_step(self, steps: int, metrics: Mapping[str, Any], groups: Sequence[Group]) -> None:
         """Write a line of metrics, and the rollouts behind it."""

@@ -100,8 +100,15 @@ class RecordWriter:
         first_step: where a resumed run goes on; later steps are removed, since they will be done again.
 
         Raises:
-            ConfigError: a resumed run would go on in the record of another model or another way of sampling.
+            ConfigError: a resumed run would go on in the record of another model or another way of sampling, or in one
+                without the steps that are done.
         """
+        there = {step for step, _ in _files(folder)} if folder.is_dir() else set()
+        if missing := set(range(1, first_step + 1)) - there:
+            raise ConfigError(
+                f"loop.record=true with run.resume=true: step {min(missing)} of {first_step} that are done is not in "
+                f"{folder}, so that nothing could be trained from the record: set loop.record=false"
+            )
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         if (folder / "header.json").exists():

@@ -176,8 +176,8 @@ class PolicyActor(Actor):
                 loop.update, version, lambda: tensors, mode=mode, keep_kv=keep_kv, drain_timeout_s=drain_timeout_s
             )
             if self._in_place:
-                await self._served.aclose()
-                self._served = leases.pop_all()
+                before, self._served = self._served, leases.pop_all()
+                await before.aclose()
             return report
 
     @concurrent_endpoint

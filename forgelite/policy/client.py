@@ -133,8 +133,8 @@ class PolicyClient:
                 self._start(self.abort(name))
         if not waiter.done():
             raise GenerationFailed(
-                f"request {name} was not finished within its {seconds:g} s (policy.request_timeout_s) and has been "
-                "aborted"
+                f"request {name} was not finished by its deadline (policy.request_timeout_s), {seconds:.3g} s after it "
+                "was sent to a replica, and has been aborted"
             )
         outcome = waiter.result()
         if isinstance(outcome, Failure):

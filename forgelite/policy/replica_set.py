@@ -114,10 +114,11 @@ class ReplicaSet:
             logger.warning("%s is removed with %d requests open; others take them over", name, len(replica.open))
         finally:
             if replica.client is client:  # else it was lost while it left
-                del self._replicas[name]
+                cause = f"{name} was removed"
                 self._retire(replica)
                 replica.process = replica.client = None
-                await self._end(client, process, f"{name} was removed")
+                self._give_up(replica, cause)
+                await self._end(client, process, cause)
 
     def serving(self) -> list[Replica]:
         """The replicas to which requests can be sent."""
@@ -159,7 +160,7 @@ class ReplicaSet:
             replica.release(request_id)
         replica.idle.set()
         if leaving:
-            del self._replicas[replica.name]
+            self._give_up(replica, cause)
             self._spawn(self._end(client, process, cause))
         else:
             self._spawn(self._replace(replica, client, process, cause))
@@ -208,7 +209,9 @@ class ReplicaSet:
         )
         replica.process, replica.client, replica.stats = process, client, None
         self._spawn(self._watch(replica, client))  # from here on: one that hangs now would hold up every update
+        self._spawn(self._watch_end(replica, client, process))
         try:
+            self._check_alive()  # the service may have ended since the start began
             async with self._weights.taken_by(client) as version:
                 replica.version = version
                 replica.idle.set()
@@ -293,6 +296,12 @@ class ReplicaSet:
             if stats is not None and stats.last_step_age_s > limit:
                 cause = f"the engine has work and made no step for {stats.last_step_age_s:.0f} s"
                 self.lose(replica, client, f"{cause} (policy.hang_timeout_s={limit:g})")
+
+    async def _watch_end(self, replica: Replica, client: PolicyClient, process: ReplicaProcess) -> None:
+        """The end of a process, known at once: heartbeats and Monarch's reports come later."""
+        cause = await process.ended()
+        if replica.client is client:
+            self.lose(replica, client, cause)
 
     async def _ask_stats(self, replica: Replica, client: PolicyClient, timeout_s: float | None) -> EngineStats | None:
         try:

@@ -19,6 +19,9 @@ class ReplicaProcess(Protocol):
 
     calls: PolicyCalls
 
+    async def ended(self) -> str:
+        """Wait until it is gone, by itself or not; returns what a message says of that."""
+
     async def kill(self) -> None:
         """End it for good, also when it is stopped or hangs. It holds nothing when this returns. Safe to call again."""
 

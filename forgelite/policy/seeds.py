@@ -13,6 +13,8 @@ from collections import Counter
 
 from forgelite.types import GroupRequest
 
+_MOST_IDS = 1_000_000  # that are remembered: a policy that only serves never has another version
+
 
 class MemberSeeds:
     """The seeds of the requests that one engine is given."""
@@ -21,7 +23,8 @@ class MemberSeeds:
         """Requests without a seed derive theirs from `engine_seed`."""
         self._engine_seed = engine_seed
         self._version: int | None = None
-        self._occurrences: Counter[str] = Counter()  # of each id that came without a seed, during this version
+        self._occurrences: Counter[str] = Counter()  # of each id that came without a seed, since the last clearing
+        self._clearings = 0  # during this version
 
     def of(self, request: GroupRequest, version: int) -> list[int]:
         """One seed for each member, each in [0, 2^63).
@@ -38,9 +41,13 @@ class MemberSeeds:
         if seed is not None:
             return [_hashed("given", seed, member) for member in range(request.n)]
         if version != self._version:
-            self._version = version
+            self._version, self._clearings = version, 0
             self._occurrences.clear()
-        drawn = ("drawn", self._engine_seed, version, request.request_id, self._occurrences[request.request_id])
+        if len(self._occurrences) >= _MOST_IDS:
+            self._clearings += 1
+            self._occurrences.clear()
+        again = (self._clearings, self._occurrences[request.request_id])
+        drawn = ("drawn", self._engine_seed, version, request.request_id, again)
         self._occurrences[request.request_id] += 1
         return [_hashed(*drawn, member) for member in range(request.n)]
 

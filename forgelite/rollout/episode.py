@@ -12,7 +12,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hashlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -87,11 +88,9 @@ class Rollout:
         self, request_id: str, group_id: str, prompt: Prompt, size: int
     ) -> list[tuple[Environment, Completion | Failure]]:
         """`size` environments, each with its first completion, by one request."""
-        try:
+        with _users_code():
             environments = [self.environment(self.tokenizer) for _ in range(size)]
             starts = await asyncio.gather(*(e.reset(prompt) for e in environments))
-        except Exception as error:  # the user's code
-            raise _EnvironmentFailed(f"{type(error).__name__}: {error}") from error
         budget = self.max_tokens - len(starts[0])
         if budget < 1:
             raise RequestRejected(
@@ -196,11 +195,22 @@ class _EnvironmentFailed(Exception):
     """The user's environment raised, or returned something that is no transition."""
 
 
-async def _step(environment: Environment, completion: Completion) -> Transition:
+@contextmanager
+def _users_code() -> Iterator[None]:
+    """Whatever an environment raises is its failure, also a cancellation that nobody asked this task for."""
     try:
-        transition = await environment.step(completion)
-    except Exception as error:  # the user's code
+        yield
+    except asyncio.CancelledError:
+        if asyncio.current_task().cancelling():
+            raise
+        raise _EnvironmentFailed("the environment cancelled itself") from None
+    except Exception as error:
         raise _EnvironmentFailed(f"{type(error).__name__}: {error}") from error
+
+
+async def _step(environment: Environment, completion: Completion) -> Transition:
+    with _users_code():
+        transition = await environment.step(completion)
     if not isinstance(transition, Transition):
         raise _EnvironmentFailed(f"step returned {type(transition).__name__}, not a Transition")
     return transition

@@ -72,8 +72,8 @@ class SessionRecorder(Protocol):
         """Begin a session whose requests are sampled with `sampling`, prompt and answer within `max_length` tokens."""
         ...
 
-    def trajectories(self, session_id: str, *, group_id: str) -> list[Trajectory]:
-        """One trajectory for each branch of the session."""
+    def branches(self, session_id: str, *, group_id: str) -> list[Trajectory]:
+        """One trajectory for each branch of the session, trained wherever it was sampled."""
         ...
 
     def close(self, session_id: str) -> None:
@@ -132,10 +132,10 @@ class HarnessRollout:
             if session.aborted:
                 return _aborted(trajectory_id)
             try:
-                trajectories = self.recorder.trajectories(trajectory_id, group_id=group_id)
+                branches = self.recorder.branches(trajectory_id, group_id=group_id)
             except ForgeliteError as error:  # the harness has deleted its own session
                 return Failure(reason="harness", message=f"{trajectory_id}: {error}")
-            return self._choose(trajectories, trajectory_id, reward)
+            return self._choose(branches, trajectory_id, reward)
         finally:
             self.recorder.close(trajectory_id)
 
@@ -158,14 +158,14 @@ class HarnessRollout:
             raise _HarnessFailed(f"{trajectory_id}: the harness returned {reward!r}, not a finite number or None")
         return float(reward)
 
-    def _choose(self, trajectories: list[Trajectory], trajectory_id: str, reward: float | None) -> Trajectory | Failure:
-        sampled = [t for t in trajectories if any(t.loss_mask)]
+    def _choose(self, branches: list[Trajectory], trajectory_id: str, reward: float | None) -> Trajectory | Failure:
+        sampled = [branch for branch in branches if any(branch.loss_mask)]
         if not sampled:
             return Failure(
                 reason="empty",
                 message=f"{trajectory_id}: nothing was sampled; does the harness send session_id as X-Session-Id?",
             )
-        chosen = max(sampled, key=lambda t: sum(t.loss_mask))
+        chosen = max(sampled, key=lambda branch: sum(branch.loss_mask))
         if len(sampled) > 1:
             self._note_left_out(trajectory_id, len(sampled) - 1)
         return dataclasses.replace(chosen, trajectory_id=trajectory_id, environment_reward=reward)

@@ -11,6 +11,7 @@ from functools import partial
 
 from forgelite.config import AdvantageConfig
 from forgelite.config.functions import load_function
+from forgelite.errors import ForgeliteError
 from forgelite.types import Trajectory
 
 Advantages = Callable[[Sequence[float]], Sequence[float]]
@@ -60,12 +61,30 @@ def make_advantages(config: AdvantageConfig) -> Advantages:
 
     Raises:
         ConfigError: a function of the user's cannot be imported, or does not take the arguments given.
+
+    The function of the user's raises ForgeliteError where it does not give a finite number for each reward.
     """
     if config.name == "group_normalised":
         return partial(group_normalised, eps=config.eps)
     if config.name == "custom":
-        return partial(load_function(config.path or "", config.arguments, "advantage"), **config.arguments)
+        path = config.path or ""
+        function = partial(load_function(path, config.arguments, "advantage"), **config.arguments)
+        return partial(_users_advantages, function, path)
     return _PLAIN[config.name]
+
+
+def _users_advantages(function: Advantages, path: str, rewards: Sequence[float]) -> list[float]:
+    given = function(rewards)
+    try:
+        values = [float(value) for value in given]
+    except (TypeError, ValueError):
+        values = []
+    if len(values) != len(rewards) or not all(map(math.isfinite, values)):
+        raise ForgeliteError(
+            f"advantage.path={path} gave {given!r} for the rewards {list(rewards)}: it must give a finite number for "
+            "each"
+        )
+    return values
 
 
 def penalised_rewards(trajectories: Sequence[Trajectory], config: AdvantageConfig) -> list[float]:

@@ -105,6 +105,8 @@ class Scorer:
             if not done:
                 call.cancel()
                 return _timeout(reward)
+            if call.cancelled():
+                return Failure(reason="raised", message="CancelledError: the reward cancelled itself")
             try:
                 return call.result()
             except Exception as error:

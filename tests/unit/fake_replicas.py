@@ -43,6 +43,7 @@ class Replicas:
     fail_starts: int = 0  # so many of the next starts fail
     hang_starts: int = 0  # so many of the next ones hang when they are to take a version
     broken_versions: set[int] = field(default_factory=set)  # that nobody can take
+    update_s: float = 0.01  # that an update takes the next ones to start
 
     async def start(self, name: str) -> FakeProcess:
         await asyncio.sleep(START_S)
@@ -50,6 +51,7 @@ class Replicas:
             self.fail_starts -= 1
             raise StationDied(f"station {name} died: out of memory")
         process = FakeProcess(name, self)
+        process.update_s = self.update_s
         process.hangs_in_update, self.hang_starts = self.hang_starts > 0, max(0, self.hang_starts - 1)
         self.processes.append(process)
         return process
@@ -103,6 +105,10 @@ class FakeProcess:
         self._outbox += [GroupResult(request_id=name, outcome=failure) for name in self._running]
         self._running.clear()
         self._changed.set()
+
+    async def ended(self) -> str:
+        await self._ended.wait()
+        return self.dead
 
     async def kill(self) -> None:
         self.die()

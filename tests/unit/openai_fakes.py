@@ -172,8 +172,12 @@ class FakeEndpoint:
     """An endpoint that is asked in the same process."""
 
     policy: ScriptedPolicy
-    recorder: SessionRecorder
+    backend: Backend
     client: httpx.AsyncClient
+
+    @property
+    def recorder(self) -> SessionRecorder:
+        return self.backend.recorder
 
     async def chat(self, *messages: dict[str, Any] | str, session: str | None = None, **fields: Any) -> Any:
         """The parsed answer to messages; a text is a message of the user."""
@@ -205,12 +209,11 @@ def make_endpoint(
     """An endpoint over a policy that gives `answers`."""
     tokenizer = byte_tokenizer(template)
     scripted = ScriptedPolicy(tokenizer=tokenizer, answers=list(answers), **policy)
-    recorder = SessionRecorder(max_unopened=max_unopened)
     backend = Backend(
         policy=scripted,
         tokenizer=tokenizer,
         planner=ThreadPoolExecutor(max_workers=1),
-        recorder=recorder,
+        recorder=SessionRecorder(max_unopened=max_unopened),
         defaults=defaults or SamplingParams(max_tokens=256, stop_token_ids=(tokenizer.eos_token_id,)),
         model_name="policy",
         max_model_len=max_model_len,
@@ -218,7 +221,7 @@ def make_endpoint(
     )
     app = create_app(backend, api_key=api_key, max_body_bytes=max_body_bytes)
     transport = httpx.ASGITransport(app=app)
-    return FakeEndpoint(scripted, recorder, httpx.AsyncClient(transport=transport, base_url="http://endpoint"))
+    return FakeEndpoint(scripted, backend, httpx.AsyncClient(transport=transport, base_url="http://endpoint"))
 
 
 def read_events(text: str) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forgelite.config import AdvantageConfig
-from forgelite.errors import ConfigError
+from forgelite.errors import ConfigError, ForgeliteError
 from forgelite.scoring.advantages import (
     group_centred,
     group_normalised,
@@ -126,3 +126,22 @@ def test_a_divergence_without_a_reference_is_an_error():
     trajectory.reference_logprobs = None
     with pytest.raises(ValueError, match=r"advantage\.kl_coefficient needs reference logprobs"):
         penalised_rewards([trajectory], AdvantageConfig(kl_coefficient=0.1))
+
+
+def not_numbers(rewards: Sequence[float]) -> list[float]:
+    return [math.nan for _ in rewards]
+
+
+def too_few(rewards: Sequence[float]) -> list[float]:
+    return list(rewards[:-1])
+
+
+def words(rewards: Sequence[float]) -> list[str]:
+    return ["good" for _ in rewards]
+
+
+@pytest.mark.parametrize("function", [not_numbers, too_few, words])
+def test_a_function_of_ones_own_that_gives_no_finite_number_for_each_reward_is_named(function):
+    advantages = make_advantages(AdvantageConfig(name="custom", path=f"{__name__}:{function.__name__}"))
+    with pytest.raises(ForgeliteError, match=rf"advantage\.path=.*:{function.__name__} gave .* rewards \[1\.0, 2\.0\]"):
+        advantages([1.0, 2.0])

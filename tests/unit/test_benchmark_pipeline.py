@@ -257,6 +257,20 @@ def test_a_question_without_rates_is_refused(capsys):
     assert "--advise needs --generate-tokens-per-s" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--sequence-tokens-per-s=5", "512 slots that share 4000 tokens/s run faster than one sequence alone"),
+        ("--max-age=-1", "--max-age"),
+        ("--group-size=0", "--group-size 0 must be at least 1"),
+    ],
+)
+def test_a_question_that_makes_no_sense_is_refused_by_its_option(capsys, option, message):
+    with pytest.raises(SystemExit):
+        main(["--advise", "--generate-tokens-per-s=4000", "--train-tokens-per-s=2500", option])
+    assert message in capsys.readouterr().err
+
+
 def test_the_command_prints_an_answer(capsys):
     rates = ["--generate-tokens-per-s", "4000", "--train-tokens-per-s", "2500"]
     small_run = ["--lengths", "constant:500", "--groups-per-step", "4", "--slots", "32", "--seconds", "50"]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.staleness import METHODS, Run, configuration, draw, report_rows
-from benchmarks.staleness_training import Curve
+from benchmarks.staleness_training import Curve, PolicyInProcess
+from forgelite.policy.client import PolicyClient
+from tests.unit.version_engine import VersionEngine, request, started_loops
 
 CURVES = {
     Run(method=method, age=age, seed=seed, steps=4, lr=2e-4): Curve(
@@ -39,3 +41,14 @@ def test_the_runs_take_everything_but_age_and_loss_from_the_toy():
 @pytest.mark.parametrize("name", ["none", "token_tis", "decoupled_ppo", "opsm", "gspo", "clip"])
 def test_only_the_method_without_correction_would_be_refused_for_an_asynchronous_run(name):
     assert METHODS[name].corrects_gap == (name != "none")
+
+
+async def test_the_engine_in_this_process_answers_every_call_of_the_client():
+    with started_loops() as start:
+        client = PolicyClient(PolicyInProcess(start(VersionEngine())))
+        await client.update_weights(3, {"w": 3})
+        (completion,) = await client.generate_group(request("g0"))
+        await client.abort("g0")
+        assert (completion.token_ids, await client.version()) == ([3, 3, 3, 3], 3)
+        assert (await client.stats()).generated_tokens == 4
+        await client.close()

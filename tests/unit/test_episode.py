@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+import pytest
+
 from forgelite.errors import GenerationFailed, RequestRejected
 from forgelite.rollout.environment import SingleTurn, Transition
 from forgelite.rollout.episode import Rollout, derive_seed
@@ -116,6 +118,24 @@ async def test_an_environment_that_raises_fails_its_own_trajectory_only():
     first, second = await make_rollout(Script(), Broken).run("g0", PROMPT, 2)
     assert isinstance(first, Trajectory)
     assert second == Failure(reason="environment", message="RuntimeError: no such tool")
+
+
+@pytest.mark.parametrize("where", ["reset", "step"])
+async def test_an_environment_that_cancels_itself_is_a_failure_and_its_group_ends(where):
+    class Cancelling(Countdown):
+        async def reset(self, prompt):
+            return await (self.cancelled() if where == "reset" else super().reset(prompt))
+
+        async def step(self, completion):
+            return await (self.cancelled() if completion.request_id == "g0/0" else super().step(completion))
+
+        async def cancelled(self):
+            await asyncio.sleep(0)
+            raise asyncio.CancelledError
+
+    first, second = await make_rollout(Script(), Cancelling).run("g0", PROMPT, 2)
+    assert (first.reason, first.message) == ("environment", "the environment cancelled itself")
+    assert isinstance(second, Failure if where == "reset" else Trajectory)
 
 
 async def test_an_environment_that_hangs_fails_its_own_trajectory_at_its_deadline():

@@ -112,6 +112,15 @@ async def test_a_rollout_that_was_aborted_gets_no_further_answers_and_is_not_tra
     assert member.reason == "aborted"
 
 
+async def test_a_harness_that_gives_up_because_its_rollout_was_aborted_has_not_failed():
+    async def gives_up(endpoint: FakeEndpoint, session_id: str, prompt: Prompt) -> None:
+        await endpoint.chat("a", session=session_id)
+        raise RuntimeError("the answer is cut off")
+
+    (member,) = await make_rollout(make_endpoint("cut", finish="abort"), gives_up).run("g", PROMPT, 1)
+    assert member.reason == "aborted"
+
+
 async def test_the_death_of_the_policy_is_no_failure_of_a_rollout():
     async def insists(endpoint: FakeEndpoint, session_id: str, prompt: Prompt) -> None:
         answer = await endpoint.chat(prompt.text, session=session_id)
@@ -133,6 +142,20 @@ async def test_of_several_branches_the_one_with_the_most_sampled_tokens_is_train
     assert (member.trajectory_id, member.completion_text) == ("g/0", "the longer one")
     assert rollout.left_out == {"rollouts": 1, "branches": 1}
     assert "1 branches beside the one that is trained" in caplog.text
+
+
+async def test_turns_that_branches_share_count_for_each_of_them_and_are_trained_with_the_chosen_one():
+    async def goes_back(endpoint: FakeEndpoint, session_id: str, prompt: Prompt) -> float:
+        first = (await endpoint.chat("a", session=session_id))["choices"][0]["message"]
+        answer = {"role": "assistant", "content": first["content"]}
+        await endpoint.chat("a", answer, "b", session=session_id)
+        await endpoint.chat("a", answer, "c", session=session_id)
+        return 1.0
+
+    rollout = make_rollout(make_endpoint("shared turn", "x", "longer"), goes_back)
+    (member,) = await rollout.run("g", PROMPT, 1)
+    assert member.completion_text == "shared turnlonger"
+    assert sum(member.loss_mask) == len("shared turn") + len("longer") + 2  # and the end of each turn
 
 
 async def test_a_harness_that_fails_aborts_its_open_requests():

@@ -1,9 +1,14 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from forgelite.config import GRPOConfig, load_config
 from forgelite.errors import ConfigError
-from forgelite.launching import choose_swap
+from forgelite.launching import choose_swap, launch
+
+TOY = Path(__file__).parents[2] / "configs/grpo/toy.yaml"
 
 
 @pytest.mark.parametrize(
@@ -31,3 +36,23 @@ def test_ranks_of_one_replica_copy_their_slices() -> None:
     assert choose_swap("auto", "cpu", "shm", ranks=2) == "copy"
     with pytest.raises(ConfigError, match=r"weights\.swap=zero_copy, but policy\.engine\.tensor_parallel_size=2"):
         choose_swap("zero_copy", "cpu", "shm", ranks=2)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["policy.replicas=2"], r"policy\.replicas=2 on GPUs: say in mesh\.policy_gpus"),
+        (
+            ["mesh.policy_gpus=0", "policy.engine.tensor_parallel_size=2"],
+            r"policy_gpus=0 gives each .* replicas 1",
+        ),
+    ],
+)
+async def test_replicas_and_gpus_that_do_not_fit_together_are_an_error_before_any_process_starts(
+    overrides: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("forgelite.launching.choose_device", lambda asked: "cuda")
+    monkeypatch.setattr("forgelite.launching.Fleet", None)
+    with pytest.raises(ConfigError, match=message):
+        async with launch(load_config(GRPOConfig, TOY, overrides)):
+            pass

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.virtual_clock import run_virtual
 from forgelite.buffer.ledger import State
-from forgelite.errors import DeadlineExceeded, StationDied, WeightError
+from forgelite.errors import DeadlineExceeded, ForgeliteError, StationDied, WeightError
 from forgelite.observe.gates import within
 from forgelite.scoring.reward_actor import ScoringReply
 from forgelite.scoring.reward_client import RewardClient
@@ -163,6 +163,13 @@ def test_a_hung_rollout_costs_its_members_at_its_own_deadline():
     run_virtual(run.loop.run())
     lost = run.loop.ledger.metrics()
     assert lost.get("ledger/failed/timeout", 0) + lost.get("ledger/cancelled/run_ended", 0) == 4
+
+
+def test_a_rollout_that_is_cancelled_from_inside_ends_the_run_and_is_named():
+    """A task group takes a cancelled task for one that it has cancelled: the group would be in flight for ever."""
+    run = make_run(depth=1, steps=50)
+    after_steps(run, 2, run.policy, "generate_group", raises(asyncio.CancelledError()))
+    ends_with(run, ForgeliteError, r"group g\d+ was cancelled from inside while it was rolling out")
 
 
 def test_a_straggler_that_holds_the_line_is_told_and_named():

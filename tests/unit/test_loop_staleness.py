@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
 import gc
 import re
 import warnings
@@ -50,6 +52,21 @@ def test_a_group_that_can_no_longer_be_young_enough_is_cancelled_once_and_its_pr
     assert "g1" not in run.policy.first_versions  # its rollout has ended too
     trained = [g.prompt.prompt_id for _, groups in run.recorder.groups for g in groups]
     assert prompt_ids[0] in trained
+
+
+def test_what_the_policy_says_of_one_member_counts_for_its_group():
+    """A harness has a session for each member, `<group>/<member>`."""
+    run = make_run(depth=1, max_policy_age=1, steps=8, max_tokens=1)
+    slow_members(run, {"g1/.*": 500.0})
+    usage = run.policy.usage
+
+    async def by_member():
+        told = await usage()
+        return dataclasses.replace(told, first_versions={f"{name}/0": v for name, v in told.first_versions.items()})
+
+    run.policy.usage = by_member
+    run_virtual(run.loop.run())
+    assert run.policy.cancelled == ["g1"]
 
 
 def test_a_cancelled_prompt_is_given_up_if_so_configured():
@@ -119,6 +136,7 @@ def test_a_batch_does_not_wait_for_its_slowest_group_where_more_were_started(sur
     loop = {"oversample": 4 / 3, "surplus": surplus}
     run = make_run(depth=0, max_policy_age=3, steps=4, max_tokens=1, loop=loop)
     slow_members(run, {"g1/.*": 3.5})
+    run.prompts.give_back = lambda prompt: pytest.fail("nobody needed it")
 
     async def seconds():
         await run.loop.run()
@@ -136,9 +154,19 @@ def test_a_batch_does_not_wait_for_its_slowest_group_where_more_were_started(sur
 
 def test_a_finished_group_of_the_surplus_is_trained_by_the_next_batch():
     run = make_run(depth=0, max_policy_age=1, steps=2, max_tokens=1, loop={"oversample": 4 / 3, "surplus": "cut"})
-    slow_members(run, {"g1/.*": 0.5})
+    slow_members(run, {})
+    take = run.loop._supply.take
+
+    async def late(trainer_version):
+        await asyncio.sleep(5)  # all four groups are ready by then
+        return await take(trainer_version)
+
+    run.loop._supply.take = late
     run_virtual(run.loop.run())
-    assert "g1" in {g.group_id for g in run.recorder.groups[1][1]} or "g1" in run.policy.cancelled
+    assert [sorted(g.group_id for g in groups) for _, groups in run.recorder.groups] == [
+        ["g0", "g1", "g2"],
+        ["g3", "g4", "g5"],
+    ]
     assert metrics(run)["trained"] == 2 * 3 * 2
 
 
@@ -196,6 +224,41 @@ def test_with_a_barrier_no_rollout_sees_two_versions_and_none_starts_while_an_up
     assert all(len(t.spans) == 1 for t in trained)
     assert at_update == [set()] * 10
     assert max(OFFSET + 9 - t.token_ids[-1] for t in trained) > 0  # generation does run ahead
+
+
+def test_a_barrier_does_not_wait_for_a_rollout_that_was_cancelled():
+    run = make_run(depth=1, max_policy_age=1, steps=2, max_tokens=1, barrier=True, loop={"oversample": 7 / 3})
+    slow_members(run, {"g1/.*": 500.0, "g6/.*": 5.0})
+
+    async def seconds():
+        await run.loop.run()
+        return asyncio.get_running_loop().time()
+
+    assert run_virtual(seconds()) < 20
+    assert run.policy.cancelled == ["g1"]  # by the last batch, while version 1 waits for it
+    assert run.policy.held == [0, 1, 2]
+
+
+@pytest.mark.parametrize("where", ["_roll_out", "_score_group"])
+def test_code_that_goes_on_after_it_was_cancelled_counts_for_nothing(where):
+    loop = {"oversample": 4 / 3, "surplus": "cut"}
+    run = make_run(depth=0, max_policy_age=0, steps=3, max_tokens=1, reissue=False, loop=loop)
+    slow_members(run, {})
+    flight = run.loop._supply.flight
+    calm = getattr(flight, where)
+
+    async def stubborn(group_id, *arguments):
+        result = await calm(group_id, *arguments)
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(500 if group_id == "g1" else 0)
+        return result
+
+    setattr(flight, where, stubborn)
+    run_virtual(run.loop.run())
+    assert "g1" in run.policy.cancelled
+    assert "g1" not in {g.group_id for _, groups in run.recorder.groups for g in groups}
+    assert flight.rolling_out == len(flight) == 0
+    assert metrics(run)["trained"] == 3 * 3 * 2
 
 
 def test_the_reasons_are_in_the_metrics_of_the_step():

@@ -134,7 +134,7 @@ def loops(draw: st.DrawFn) -> dict[str, Any]:
         "group_deadline_s": draw(st.sampled_from([None, 2.0, 20.0])),
         "max_groups_queued": 6 if depth is None else B * (depth + 1) + 6,
     }
-    if selection != "fifo" and depth is not None and draw(st.booleans()):
+    if selection != "fifo" and depth is not None and loop["window"] != 0 and draw(st.booleans()):
         loop |= {"oversample": draw(st.sampled_from([1.3, 2.0])), "surplus": draw(st.sampled_from(["keep", "cut"]))}
     return loop
 
@@ -179,11 +179,14 @@ def test_every_schedule_keeps_the_account_the_bound_and_the_capacity(seed, loop,
     seed=st.integers(0, 10**6),
     depth=st.integers(0, 3),
     window=st.sampled_from([None, 0, 1, 3, 4, 7]),
+    surplus=st.sampled_from([0, 0, 1, 3]),
     crash_at=st.sampled_from([None, 3]),
 )
-def test_pacing_and_order_alone_keep_the_bound_that_they_prove(seed, depth, window, crash_at):
+def test_pacing_and_order_alone_keep_the_bound_that_they_prove(seed, depth, window, surplus, crash_at):
     loop = {"depth": depth, "max_policy_age": 99, "selection": "fifo" if window is None else "windowed"}
     loop |= {"window": window, "max_groups_in_flight": 50}
+    surplus = surplus if window else 0  # refused where nobody may overtake
+    loop |= {"oversample": 1 + surplus / B}
     saved: list[dict[str, Any]] = []
     runs = [start(loop, seed=seed, drop=False, barrier=False, crash_at=crash_at, saved=saved)]
     try:
@@ -194,7 +197,7 @@ def test_pacing_and_order_alone_keep_the_bound_that_they_prove(seed, depth, wind
         runs[1].trainer.version = runs[1].policy.version = saved[-1]["version"]
         run_virtual(runs[1].loop.run())
     bound = StalenessPolicy(config=LoopConfig(steps=STEPS, groups_per_step=B, **loop)).age_bound
-    assert bound == depth + math.ceil((window or 0) / B)
+    assert bound == depth + math.ceil(((window or 0) + surplus) / B)
     assert max(max(ages(r)) for r in runs) <= bound
     assert runs[-1].loop.ledger.count(State.REJECTED) == 0
 

@@ -101,3 +101,18 @@ def test_depth_0_and_age_0_give_the_synchronous_trajectory_bit_for_bit():
         for name in ("token_ids", "positions", "sequence_ids", "loss_mask", "logprobs", "versions", "advantages"):
             assert getattr(ours, name).equal(getattr(theirs, name)), name
     assert run.loop.ledger.metrics()["ledger/filtered/zero_variance"] > 0
+
+
+def test_at_depth_0_no_group_starts_beside_an_evaluation():
+    """Else the engine would compute other batches in every repetition."""
+    evaluated = []
+
+    async def evaluate() -> Mapping[str, Any]:
+        await asyncio.sleep(0)
+        assert len(run.loop._supply.flight) == 0
+        evaluated.append(run.policy.version)
+        return {}
+
+    run = make_run(steps=3, depth=0, max_policy_age=0, evaluate=evaluate, evaluate_every=1)
+    run_virtual(run.loop.run())
+    assert evaluated == [0, 1, 2, 3]

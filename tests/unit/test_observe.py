@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 
 import pytest
@@ -15,6 +16,7 @@ from forgelite.observe.progress import make_progress
 from forgelite.observe.recorder import Recorder, claim_folder
 from forgelite.observe.report import age_histogram, draw_curves, windowed_rate
 from forgelite.types import Score
+from tests.unit.test_recording import HEADER
 from tests.unit.trajectories import make_group
 
 
@@ -90,9 +92,9 @@ def test_reward_metrics_hold_every_part():
     assert reward_metrics([]) == {}
 
 
-def record(tmp_path, **options):
+def record(tmp_path, *, resume=False, **options):
     folder = tmp_path / "run"
-    claim, _ = claim_folder(folder, resume=False)
+    claim, _ = claim_folder(folder, resume=resume)
     settings = {"tensorboard": False, "wandb": False, "rollouts_per_step": None} | options
     return folder, Recorder(
         folder, config_yaml="a: 1\n", config={"a": 1}, progress=make_progress("none", 2, "t"), claim=claim, **settings
@@ -232,3 +234,14 @@ async def test_a_resumed_run_goes_on_in_the_same_files_without_the_steps_it_does
     with resumed:
         await resumed.on_step(3, {"reward/mean": 0.9}, [make_group("g9")])
     assert [line["reward/mean"] for line in read_metrics(folder)] == [0.1, 0.2, 0.9]
+
+
+async def test_a_resume_that_its_record_refuses_changes_nothing_in_the_run_folder(tmp_path):
+    folder, recorder = record(tmp_path, record=HEADER)
+    with recorder:
+        for step in (1, 2, 3):
+            await recorder.on_step(step, {}, [make_group(f"g{step}")])
+    before = {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    with pytest.raises(ConfigError, match=r"policy\.sampling\.temperature is 0\.5"):
+        record(tmp_path, record=dataclasses.replace(HEADER, temperature=0.5), first_step=2, resume=True)
+    assert {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()} == before

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import pytest
 
 from forgelite.errors import GenerationFailed, RequestRejected, StationDied
+from forgelite.policy.openai.tool_calls import parse_tool_calls
 from forgelite.types import Failure, SamplingParams
 from tests.unit.openai_fakes import END, decode, make_endpoint
 
@@ -246,6 +248,52 @@ async def test_a_body_that_is_too_long_or_no_json_is_refused():
         assert answer.status_code == status
         assert answer.json()["error"]["type"] == "invalid_request_error"
     assert (await endpoint.client.get("/v1/nothing")).json()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"content": "\ud800"},
+        {"role": "\udfff"},
+        {"tool_calls": 5},
+        {"tool_calls": [{"function": {"name": "\ud800"}}]},
+    ],
+)
+async def test_what_no_tokenizer_and_no_template_can_take_is_an_error_of_the_request(message: dict):
+    endpoint = make_endpoint("one")
+    body = {"model": "policy", "messages": [{"role": "user", "content": "a", **message}]}
+    answer = await endpoint.client.post("/v1/chat/completions", content=json.dumps(body))
+    assert answer.status_code == 400
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+    assert not endpoint.policy.requests
+
+
+async def test_a_character_written_as_two_halves_is_one():
+    endpoint = make_endpoint("one")
+    body = json.dumps({"model": "policy", "prompt": "🙂"})
+    assert "\\ud83d\\ude42" in body
+    assert (await endpoint.client.post("/v1/completions", content=body)).status_code == 200
+    assert endpoint.policy.tokenizer.decode(endpoint.policy.requests[0].prompt_ids) == "🙂"
+
+
+async def test_arguments_of_an_earlier_call_that_are_nested_too_deep_go_to_the_template_as_text():
+    endpoint = make_endpoint("one", max_model_len=200_000)
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "[" * 100_000}}
+    assert (await endpoint.chat("a", {"role": "assistant", "tool_calls": [call]}))["status"] == 200
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        '{"name": "\\ud800", "arguments": {}}',
+        '{"name": "add", "arguments": {"a": NaN}}',
+        '{"name": 5, "arguments": {}}',
+        "[" * 100_000,
+    ],
+)
+def test_a_call_that_could_not_be_sent_or_read_again_stays_text(call: str):
+    text = f"<tool_call>{call}</tool_call>"
+    assert parse_tool_calls(text) == (text, [])
 
 
 async def test_options_of_the_template_are_passed_on_but_not_those_of_the_tokenizer():

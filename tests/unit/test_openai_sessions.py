@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import aclosing
 from typing import Any
 
 import pytest
@@ -9,7 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forgelite.errors import ForgeliteError
+from forgelite.policy.openai.generation import stream
+from forgelite.policy.openai.jobs import plan_job
 from forgelite.policy.openai.recording import SessionRecorder, Turn, plan_completion
+from forgelite.policy.openai.requests import ChatBody, parse_body
 from forgelite.types import Completion, SamplingParams, VersionSpan
 from tests.unit.openai_fakes import END, FORGETFUL_TEMPLATE, FakeEndpoint, decode, make_endpoint
 
@@ -136,6 +140,13 @@ async def test_other_tools_begin_a_branch():
     assert len(endpoint.recorder.trajectories("s", group_id="g")) == 2
 
 
+async def test_other_options_of_the_template_begin_a_branch():
+    endpoint = make_endpoint("one", "two")
+    one = said(await endpoint.chat("a", session="s"))
+    await endpoint.chat("a", one, "b", session="s", chat_template_kwargs={"thinking": False})
+    assert len(endpoint.recorder.trajectories("s", group_id="g")) == 2
+
+
 async def test_a_template_that_rewrites_earlier_answers_begins_a_branch():
     endpoint = make_endpoint("hm</think>one", "ha</think>two", template=FORGETFUL_TEMPLATE)
     one = said(await endpoint.chat("a", session="s"))
@@ -175,6 +186,28 @@ async def test_completions_go_on_from_the_tokens_they_begin_with():
     assert trained_text(endpoint, second) == f"three{END}"
 
 
+async def test_a_prompt_goes_on_from_the_longest_turn_that_it_begins_with():
+    endpoint = make_endpoint("one", "two", "one", "three")
+    end = endpoint.policy.tokenizer.eos_token_id
+    one, two = ([*endpoint.policy.tokenizer.encode(text), end] for text in ("one", "two"))
+    for prompt in ([5], [5, *one, 7], [5], [5, *one, 7, *two, 8]):
+        await endpoint.complete(prompt, session="s")
+    again, longest = endpoint.recorder.trajectories("s", group_id="g")
+    assert trained_text(endpoint, again) == f"one{END}"
+    assert trained_text(endpoint, longest) == f"one{END}two{END}three{END}"
+
+
+async def test_all_answers_of_a_stream_are_recorded_also_when_the_client_goes_after_the_first():
+    endpoint = make_endpoint("one")
+    body = {"model": "policy", "messages": [{"role": "user", "content": "a"}], "n": 3, "stream": True}
+    job = await plan_job(endpoint.backend, parse_body(ChatBody, body), session_id="s", new_request_id=lambda: "unused")
+    async with aclosing(stream(endpoint.backend, job)) as pieces:
+        async for piece in pieces:
+            if piece.completion is not None:
+                break
+    assert len(endpoint.recorder.trajectories("s", group_id="g")) == 3
+
+
 async def test_requests_are_named_after_their_session_and_routed_by_it():
     endpoint = make_endpoint("one", "two", "three")
     await endpoint.chat("a", session="g1/0")
@@ -201,6 +234,14 @@ async def test_the_sampling_of_a_rollout_holds_whatever_the_request_says():
     assert first.seed not in (None, 4, second.seed)
     too_long = await endpoint.complete([1] * 100, session="s")
     assert too_long["error"]["code"] == "context_length_exceeded"
+
+
+async def test_an_evaluation_is_greedy_for_a_harness_that_names_the_temperature_it_trains_at():
+    endpoint = make_endpoint("one")
+    endpoint.recorder.open("s", sampling=SamplingParams(max_tokens=9, temperature=0.0))
+    assert (await endpoint.chat("a", session="s", temperature=1.0))["status"] == 200
+    assert endpoint.policy.requests[0].sampling.temperature == 0.0
+    assert (await endpoint.chat("a", session="s", top_p=0.5))["error"]["param"] == "top_p"
 
 
 async def test_equal_rollouts_are_sampled_with_equal_seeds():

@@ -56,6 +56,14 @@ def test_a_drawn_seed_differs_by_engine_seed_version_id_and_repetition() -> None
     assert drawn(0) == drawn(0)
 
 
+def test_drawn_seeds_go_on_differing_when_too_many_ids_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forgelite.policy.seeds._MOST_IDS", 3)
+    source = MemberSeeds(0)
+    seeds = [source.of(request(name, n=1), version=0)[0] for name in "abcdabcdaaaa"]
+
+    assert len(set(seeds)) == 12
+
+
 def test_drawn_seeds_do_not_depend_on_the_order_of_arrival() -> None:
     first, second = MemberSeeds(0), MemberSeeds(0)
     a, b = first.of(request("a"), version=0), first.of(request("b"), version=0)

@@ -9,6 +9,7 @@ import pytest
 
 from forgelite.errors import ConfigError
 from forgelite.policy.engine_loop import EngineLoop
+from forgelite.policy.engine_protocol import Sampled
 from forgelite.policy.groups import GroupProgress, GroupResult
 from forgelite.policy.stop_texts import StopTexts
 from forgelite.types import Completion, Failure, FinishReason, VersionSpan
@@ -94,6 +95,8 @@ def test_partials_that_need_no_further_token_never_reach_the_engine(start) -> No
         ({"partials": (saved((300, 1)),)}, "saved/0: token 300 is outside the vocabulary of 256"),
         ({"progress_s": -1.0}, "progress_s=-1.0"),
         ({"progress_s": float("nan")}, "progress_s=nan"),
+        ({"temperature": 0.005}, "temperature=0.005 is below 0.01"),
+        ({"temperature": float("nan")}, "temperature=nan is outside"),
         ({"stop_token_ids": (256,)}, "stop token 256 is outside"),
         ({"stop": ("a", "")}, "empty text"),
         ({"stop": ("a",)}, "stop texts need a tokenizer, and this policy has none"),
@@ -249,7 +252,28 @@ def test_a_completion_ends_with_the_token_that_completes_a_stop_text(start, fold
     assert len(free.token_ids) == 12
     told = [t for r in reports for m in r.members if m.index == 0 for t in m.token_ids]
     assert bytes(told) == b"say END"
-    assert "g/0" not in engine._left
+    assert engine._positions["g/0"] == len(PROMPT) + 7  # the engine went no further
+
+
+class PairEngine(VersionEngine):
+    """Samples two tokens in a step, as speculative decoding does."""
+
+    def _sample(self, sequence_id: str) -> Sampled:
+        first, second = super()._sample(sequence_id), super()._sample(sequence_id)
+        tokens, logprobs = first.token_ids + second.token_ids, first.logprobs + second.logprobs
+        return Sampled(sequence_id, tokens, logprobs, second.finish_reason)
+
+
+def test_tokens_that_came_in_the_same_step_after_a_stop_text_are_left_out(start, folder: Path) -> None:
+    engine = PairEngine()
+    loop = start(engine, stop_texts=StopTexts(folder))
+    saying(engine, "g/0", "say END and")
+    loop.submit([request("g", max_tokens=12, stop=("END",))])
+    (completion,) = results(loop)["g"]
+
+    assert bytes(completion.token_ids) == b"say END"
+    assert completion.logprobs == positions(7)
+    assert completion.spans == [VersionSpan(version=0, start=0, end=7)]
 
 
 def test_a_stop_text_at_the_end_of_the_budget_is_a_stop(start, folder: Path) -> None:

@@ -100,6 +100,18 @@ async def test_the_requests_of_a_killed_replica_go_on_elsewhere_from_the_tokens_
 
 
 @virtual
+async def test_late_news_of_a_lost_process_does_not_cost_its_successor():
+    async with serving(1) as (service, fakes):
+        replica = service._replicas.get("policy-0")
+        lost = replica.client
+        fakes.of("policy-0").die()
+        await eventually(lambda: len(fakes.processes) == 2 and service.replicas_serving == 1)
+        service._replicas.lose(replica, lost, "it was found dead once more")
+        assert service.replicas_serving == 1
+        expect_whole(await service.generate_group(request("g")), tokens=10)
+
+
+@virtual
 async def test_a_lost_replica_takes_the_current_version_before_it_serves_again():
     async with serving(2) as (service, fakes):
         await service.update_weights(1, "manifest")
@@ -174,6 +186,22 @@ async def test_with_one_replica_requests_wait_for_its_successor():
 
         expect_whole(await running, tokens=60)
         expect_whole(await newcomer, tokens=10)
+
+
+@virtual
+async def test_the_deadline_of_a_request_runs_while_it_waits_and_when_its_replica_is_lost():
+    async with serving(1, max_open_requests=1) as (service, fakes):
+        first = asyncio.create_task(service.generate_group(request("first", tokens=60)))  # 3 s
+        late = asyncio.create_task(service.generate_group(request("late", tokens=1000), timeout_s=8.0))
+        began = asyncio.get_running_loop().time()
+        await first
+        await asyncio.sleep(0.5)
+        fakes.of("policy-0").die()
+        with pytest.raises(GenerationFailed, match="request late was not finished by its deadline"):
+            await late
+
+        assert asyncio.get_running_loop().time() - began == pytest.approx(8.0, abs=0.1)
+        assert service.redispatched == 1
 
 
 @virtual
@@ -300,6 +328,40 @@ async def test_a_bad_version_that_finds_no_replica_raises_and_the_next_one_serve
 
         await eventually(lambda: service.replicas_serving == 1)
         assert (await service.version(), fakes.processes[-1].version_now) == (6, 6)
+
+
+@virtual
+async def test_a_replica_that_returns_during_an_update_does_not_serve_what_the_others_leave_behind():
+    async with serving(2) as (service, fakes):
+        await service.update_weights(1, None)
+        fakes.update_s = 1.0
+        fakes.of("policy-0").die()
+        await eventually(lambda: len(fakes.processes) == 3)  # it is taking version 1
+        await service.update_weights(2, None)
+        assert await service.version() == 2
+        assert service.replicas_serving == 2
+        assert fakes.of("policy-0").version_now == fakes.of("policy-1").version_now == 2
+
+
+@virtual
+async def test_two_updates_without_a_replica_are_taken_one_after_the_other():
+    async with serving(1) as (service, fakes):
+        fakes.of("policy-0").die()
+        await eventually(lambda: service.replicas_serving == 0)
+        reports = await asyncio.gather(service.update_weights(1, None), service.update_weights(2, None))
+        assert [report.version for report in reports] == [1, 2]
+        assert await service.version() == fakes.of("policy-0").version_now == 2
+
+
+@virtual
+async def test_an_update_that_a_replica_is_taking_at_its_deadline_is_waited_for():
+    async with serving(1, update_timeout_s=1.0) as (service, fakes):
+        fakes.update_s = 0.8
+        fakes.of("policy-0").die()
+        await eventually(lambda: service.replicas_serving == 0)
+        await asyncio.sleep(START_S - 0.5)
+        assert (await service.update_weights(1, None)).version == 1  # taken from 0.5 s to 1.3 s after it began
+        assert await service.version() == fakes.of("policy-0").version_now == 1
 
 
 @virtual
@@ -506,6 +568,41 @@ async def test_a_replica_that_is_removed_finishes_its_requests_and_hands_the_lon
         assert any(r.partials is not None for r in fakes.of("policy-1").submitted)
 
 
+@pytest.mark.parametrize("leaver_dies", [False, True])
+def test_a_service_whose_last_replica_leaves_is_dead_and_says_so(leaver_dies: bool):
+    causes: list[StationDied] = []
+
+    async def lose_the_one_that_stays() -> None:
+        async with serving(2, on_dead=causes.append, max_restarts=0) as (service, fakes):
+            work = asyncio.create_task(service.generate_group(request("long", tokens=500)))
+            await asyncio.sleep(0.2)
+            leaving = asyncio.create_task(service.remove_replica("policy-0", timeout_s=3.0))
+            await asyncio.sleep(0.1)
+            fakes.of("policy-1").die()
+            if leaver_dies:
+                await asyncio.sleep(2.0)
+                fakes.of("policy-0").die()
+            await leaving
+            with pytest.raises(StationDied, match="the last replica of the policy is lost"):
+                await work
+            with pytest.raises(StationDied):
+                await service.generate_group(request("late"))
+
+    run_virtually(lose_the_one_that_stays())
+    assert len(causes) == 1
+
+
+@virtual
+async def test_a_replica_that_is_being_added_when_the_service_ends_does_not_outlive_it():
+    async with serving(1) as (service, fakes):
+        adding = asyncio.create_task(service.add_replica())
+        await asyncio.sleep(START_S / 2)
+        await service.close()
+        with pytest.raises(StationDied, match="the policy service was closed"):
+            await adding
+        assert not fakes.alive
+
+
 @virtual
 async def test_the_only_replica_and_unknown_ones_are_not_removed():
     async with serving(1) as (service, _):
@@ -525,6 +622,7 @@ async def test_the_counters_of_lost_replicas_are_kept():
         after = await service.stats()
 
         assert before.generated_tokens == after.generated_tokens == 160
+        assert before.busy_s == pytest.approx(40 * STEP_S)  # of each replica
         assert after.busy_s >= before.busy_s > 0
 
 

@@ -134,3 +134,13 @@ async def test_masked_groups_are_taken_by_the_age_of_what_is_left():
     put(queue, ledger, make_group("g0", versions=(0, 3)))
     put(queue, ledger, make_group("g1", versions=(2, 3)))
     assert [g.group_id for g in await queue.take(2, trainer_version=3)] == ["g0", "g1"]
+
+
+async def test_a_group_that_was_pushed_out_before_it_was_judged_is_gone_once():
+    queue, ledger, rejected = make_queue(depth=None, max_groups_queued=1)
+    taking = asyncio.ensure_future(queue.take(1, trainer_version=5))
+    await asyncio.sleep(0)  # from here on only what arrives is judged
+    put(queue, ledger, make_group("g0", versions=(0, 0)))
+    put(queue, ledger, make_group("g1", versions=(5, 5)))
+    assert [g.group_id for g in await taking] == ["g1"]
+    assert rejected == [("g0", "overflow")]

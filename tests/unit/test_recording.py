@@ -104,6 +104,15 @@ def test_a_resumed_run_writes_its_steps_once(tmp_path):
     assert [g.group_id for g in read_batch(open_record(tmp_path), 3).groups] == ["g9"]
 
 
+def test_a_run_that_was_resumed_without_the_record_of_its_first_steps_is_told_so(tmp_path):
+    with pytest.raises(ConfigError, match=r"loop\.record=true with run\.resume=true: step 1 of 3"):
+        RecordWriter(tmp_path / "record", HEADER, first_step=3)
+    assert not (tmp_path / "record").exists()
+    write(tmp_path, 2)
+    with pytest.raises(ConfigError, match="step 3 of 3"):
+        RecordWriter(tmp_path / "record", HEADER, first_step=3)
+
+
 @pytest.mark.parametrize(
     ("change", "key"),
     [

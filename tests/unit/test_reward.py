@@ -89,6 +89,17 @@ async def test_an_async_reward_that_hangs_fails_its_own_sample():
     assert (first.reason, second.reward) == ("timeout", 1.0)
 
 
+async def test_an_async_reward_that_cancels_itself_fails_its_own_sample():
+    async def cancels(s):
+        if s.completion == "bad":
+            raise asyncio.CancelledError
+        return 1.0
+
+    failure, score = await scorer((cancels, 1.0)).score([sample(completion="bad"), sample(completion="good")])
+    assert (failure.reason, score.reward) == ("raised", 1.0)
+    assert "the reward cancelled itself" in failure.message
+
+
 async def test_a_sync_reward_that_hangs_fails_its_own_sample_and_the_rest_of_its_thread_goes_on():
     release = threading.Event()
 

@@ -35,11 +35,21 @@ def test_the_toy_is_served_to_this_machine_only_unless_told_otherwise():
         ("endpoint.port=70000", r"endpoint\.port"),
         ("endpoint.key=x", r"endpoint\.key: unknown key"),
         ("mesh.trainer_gpus=0", r"mesh\.trainer_gpus: unknown key"),
+        ("policy.update.mode=drain", r"policy\.update: unknown key"),
+        ("policy.sampling.temperature=0.005", r"temperature=0\.005 is below 0\.01"),
     ],
 )
 def test_a_wrong_key_is_one_error_that_names_it(override: str, message: str):
     with pytest.raises(ConfigError, match=message):
         serve_config(override)
+
+
+def test_who_only_serves_may_sample_greedily_and_from_a_truncated_distribution():
+    sampling = serve_config("policy.sampling.temperature=0", "policy.sampling.top_p=0.9").policy.sampling
+    assert (sampling.temperature, sampling.top_p) == (0.0, 0.9)
+    for override in ("policy.sampling.temperature=0", "policy.sampling.top_p=0.9"):
+        with pytest.raises(ConfigError, match=override.partition("=")[0].replace(".", r"\.")):
+            load_config(GRPOConfig, ROOT / "configs/grpo/toy.yaml", [override])
 
 
 def test_gpus_that_do_not_divide_among_the_replicas_are_refused():

@@ -76,8 +76,16 @@ def test_nothing_starts_that_no_step_will_train():
 def test_a_surplus_starts_with_its_batch_and_never_alone():
     policy = make_policy(depth=0, oversample=1.25)
     assert policy.admit(at()) == 20
-    assert policy.admit(at(taken=1, served=0, ready=4)) == 0
+    assert policy.admit(at(taken=1, served=0, ready=2)) == 0
     assert policy.admit(at(taken=1, served=1, ready=4)) == 16
+
+
+@pytest.mark.parametrize(
+    ("oversample", "batch", "surplus"), [(1.0, 16, 0), (1.1, 10, 1), (1.05, 20, 1), (1.25, 16, 4), (1.01, 16, 1)]
+)
+def test_the_surplus_is_the_share_of_a_batch_rounded_up(oversample, batch, surplus):
+    policy = make_policy(depth=0, oversample=oversample, groups_per_step=batch)
+    assert policy.admit(at()) == batch + surplus
 
 
 def test_what_is_beyond_the_pace_is_surplus_when_a_batch_is_taken():
@@ -155,6 +163,8 @@ def test_the_bound_that_pacing_and_order_prove():
     assert make_policy(depth=2, window=0).age_bound == 2
     assert make_policy(depth=2, window=16).age_bound == 3
     assert make_policy(depth=2, window=17).age_bound == 4
+    assert make_policy(depth=2, window=8, oversample=1.5).age_bound == 3
+    assert make_policy(depth=2, window=9, oversample=1.5).age_bound == 4
     assert make_policy(depth=2).age_bound is None
     assert make_policy(depth=2, selection="freshest").age_bound is None
     assert make_policy(depth=None).age_bound is None
@@ -172,6 +182,7 @@ def test_what_can_only_be_rejected_is_hopeless():
     [
         ({"window": 3, "selection": "fifo"}, "loop.window=3 is for loop.selection=windowed"),
         ({"oversample": 1.5, "selection": "fifo"}, "loop.oversample=1.5 with loop.selection=fifo"),
+        ({"oversample": 1.5, "window": 0}, "loop.oversample=1.5 with loop.selection=windowed and loop.window=0"),
         ({"oversample": 1.5, "depth": None}, "loop.oversample=1.5 with loop.depth=null"),
         ({"depth": None, "selection": "fifo"}, "loop.depth=null with loop.selection=fifo"),
         ({"depth": None, "window": 4}, "loop.depth=null with loop.selection=windowed and loop.window=4"),

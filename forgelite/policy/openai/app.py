@@ -9,6 +9,7 @@ import asyncio
 import hmac
 import itertools
 import json
+import re
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
 from contextlib import aclosing, suppress
 from dataclasses import asdict
@@ -32,6 +33,7 @@ T = TypeVar("T")
 
 SESSION_HEADER = "X-Session-Id"
 MAX_BODY_BYTES = 16 * 2**20
+_MAYBE_HALF = re.compile(r"\\u[dD][89a-fA-F]")  # half of a character beyond 16 bits, as JSON may write them
 _HEALTH_S = 5.0
 _CLIENT_GONE = 499  # nginx's status for a client that did not wait; nobody reads it
 
@@ -137,7 +139,11 @@ async def _read_json(request: Request, limit: int) -> Any:
     except ClientDisconnect:
         raise _ClientGone from None
     try:
-        return json.loads(b"".join(parts))
+        text = b"".join(parts).decode()
+        body = json.loads(text)
+        if _MAYBE_HALF.search(text):
+            json.dumps(body, ensure_ascii=False).encode()  # raises: no tokenizer takes half a character
+        return body
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is not JSON: {error}") from None
 

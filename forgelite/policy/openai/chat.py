@@ -66,6 +66,8 @@ def _check_message(message: Mapping[str, Any], place: str) -> Message:
                 continue
             raise ApiError(400, f"{place}.{name} is not supported by this endpoint", param="messages")
         if name == "tool_calls":
+            if not isinstance(value, list):
+                raise ApiError(400, f"{place}.tool_calls must be a list", param="messages")
             if value:
                 out["tool_calls"] = [_check_call(call, f"{place}.tool_calls[{i}]") for i, call in enumerate(value)]
         else:
@@ -93,7 +95,7 @@ def _check_call(call: Any, place: str) -> dict[str, Any]:
         raise ApiError(400, f"{place} names no function", param="messages")
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
-        with suppress(ValueError):  # what a model wrote may be no JSON; the template gets it as it is
+        with suppress(ValueError, RecursionError):  # what a model wrote may be no JSON; the template gets it as it is
             arguments = json.loads(arguments)
     return {"id": call.get("id"), "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 

@@ -6,7 +6,7 @@
     session ──> a tree of turns; each path from a root to a leaf is one trajectory
 
 Text is never tokenized twice: what the policy sampled is what its next prompt holds and what is trained.
-A sampled token that several paths share is trained in the first of them only.
+Where all paths are trained, a sampled token that several of them share is trained in the first one only.
 """
 
 from __future__ import annotations
@@ -130,8 +130,13 @@ class SessionRecorder:
                 del self._sessions[oldest]
         return session
 
+    def branches(self, session_id: str, *, group_id: str) -> list[Trajectory]:
+        """What a session has recorded so far, for whoever trains one branch of it: each has all that was sampled on
+        its way in its loss mask. Otherwise as `trajectories`."""
+        return [_trajectory(name, group_id, leaf, set()) for name, leaf in _leaves(self.find(session_id))]
+
     def trajectories(self, session_id: str, *, group_id: str) -> list[Trajectory]:
-        """What a session has recorded so far.
+        """What a session has recorded so far, for whoever trains all of it: every sampled token once.
 
         Args:
             session_id: of an existing session.
@@ -144,14 +149,8 @@ class SessionRecorder:
         Raises:
             ApiError: 404, there is no such session.
         """
-        turns = self.find(session_id).turns
-        continued = {id(turn.parent) for turn in turns}
         trained: set[int] = set()
-        out = []
-        for leaf in (turn for turn in turns if id(turn) not in continued):
-            name = session_id if not out else f"{session_id}/branch{len(out)}"
-            out.append(_trajectory(name, group_id, leaf, trained))
-        return out
+        return [_trajectory(name, group_id, leaf, trained) for name, leaf in _leaves(self.find(session_id))]
 
 
 def plan_completion(session: Session | None, prompt_ids: Sequence[int]) -> PlannedPrompt:
@@ -186,6 +185,13 @@ def plan_chat(session: Session | None, conversation: Conversation, tokenizer: Ch
             return PlannedPrompt(prompt_ids=(*turn.completion.prompt_ids, *sampled, *new), parent=turn)
     text = render(tokenizer, conversation, add_generation_prompt=True)
     return PlannedPrompt(prompt_ids=tuple(tokenizer.encode(text, add_special_tokens=False)), parent=None)
+
+
+def _leaves(session: Session) -> list[tuple[str, Turn]]:
+    """The last turn of each branch, with the branch's name."""
+    continued = {id(turn.parent) for turn in session.turns}
+    leaves = [turn for turn in session.turns if id(turn) not in continued]
+    return [(f"{session.session_id}/branch{k}" if k else session.session_id, leaf) for k, leaf in enumerate(leaves)]
 
 
 def _trajectory(trajectory_id: str, group_id: str, leaf: Turn, trained: set[int]) -> Trajectory:

@@ -158,7 +158,8 @@ def sampling_params(body: GenerationBody, *, defaults: SamplingParams, fixed: bo
         body: of the request. Its stop texts and tokens come on top of those of `defaults`.
         defaults: for what the request does not say.
         fixed: the rollout's sampling holds, because its tokens will be trained: a request that asks for another
-            distribution is refused, and `defaults.max_tokens` is the most it gets.
+            distribution is refused, and `defaults.max_tokens` is the most it gets. An evaluation, which is greedy,
+            overrules the temperature that is asked for.
         room: tokens that fit behind the prompt; asking for more gives so many, as in vLLM.
 
     Raises:
@@ -168,6 +169,8 @@ def sampling_params(body: GenerationBody, *, defaults: SamplingParams, fixed: bo
     given |= {"top_k": None if body.top_k is None else max(0, body.top_k), "seed": body.seed}
     asked = {name: value for name, value in given.items() if value is not None}
     if fixed:
+        if defaults.temperature == 0:  # an evaluation, which is greedy for a harness that names its temperature too
+            asked.pop("temperature", None)
         for name, value in asked.items():
             if value != getattr(defaults, name):
                 raise ApiError(

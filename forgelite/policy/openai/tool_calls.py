@@ -39,9 +39,11 @@ def parse_tool_calls(text: str) -> tuple[str, list[ToolCall]]:
             arguments = call.get("arguments", {})
             name = call["name"]
             arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-        except (ValueError, KeyError, TypeError, AttributeError):
+            written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+            (name + written).encode()  # half a character can be written in JSON, but not sent to the client
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return text, []
-        if not isinstance(name, str) or not isinstance(arguments, dict):
+        if not isinstance(arguments, dict):
             return text, []
-        calls.append(ToolCall(name=name, arguments=json.dumps(arguments, ensure_ascii=False)))
+        calls.append(ToolCall(name=name, arguments=written))
     return text[:at], calls

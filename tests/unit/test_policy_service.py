@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
+from benchmarks.virtual_clock import run_virtual
 from forgelite.errors import ConfigError, GenerationFailed, RequestRejected, StationDied, WeightError
 from forgelite.policy.groups import GroupProgress, GroupResult
 from forgelite.policy.replicas import ReplicaSettings
 from forgelite.policy.service import PolicyService
 from forgelite.types import Completion, GroupRequest, SamplingParams
 from tests.unit.fake_replicas import START_S, STEP_S, Replicas
-from tests.unit.virtual_time import run_virtually
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -51,7 +51,7 @@ def virtual(test: Callable[[], Awaitable[None]]) -> Callable[[], None]:
     """Run an async test on virtual time."""
 
     def run() -> None:
-        run_virtually(test())
+        run_virtual(test())
 
     run.__name__, run.__doc__ = test.__name__, test.__doc__
     return run
@@ -588,7 +588,7 @@ def test_a_service_whose_last_replica_leaves_is_dead_and_says_so(leaver_dies: bo
             with pytest.raises(StationDied):
                 await service.generate_group(request("late"))
 
-    run_virtually(lose_the_one_that_stays())
+    run_virtual(lose_the_one_that_stays())
     assert len(causes) == 1
 
 

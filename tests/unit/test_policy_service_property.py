@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.virtual_clock import run_virtual
 from forgelite.errors import GenerationFailed, WeightError
 from forgelite.policy.replicas import ReplicaSettings
 from forgelite.policy.service import PolicyService
 from forgelite.types import Completion, GroupRequest, SamplingParams
 from tests.unit.fake_replicas import FakeProcess, Replicas
-from tests.unit.virtual_time import run_virtually
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -91,7 +91,7 @@ class Checked(Replicas):
 def test_whatever_happens_every_request_ends_once_with_its_own_tokens_and_every_place_comes_back(
     replicas: int, max_open_requests: int | None, asked: list[Asked], events: list[Event]
 ):
-    run_virtually(_scenario(replicas, max_open_requests, asked, events))
+    run_virtual(_scenario(replicas, max_open_requests, asked, events))
 
 
 async def _scenario(replicas: int, max_open_requests: int | None, asked: list[Asked], events: list[Event]) -> None:

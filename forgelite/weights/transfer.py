@@ -18,6 +18,7 @@ import ctypes
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
 import xxhash
@@ -25,6 +26,9 @@ import xxhash
 # Larger blocks have left the second-level cache before they are hashed; smaller ones fall below the threshold from
 # which glibc writes around the cache.
 BLOCK_BYTES = 1 << 18
+# Of threads that share a copy. Every block hands the interpreter's lock over twice, and waking up for it costs more than
+# what of a larger block has left the cache.
+SHARED_BLOCK_BYTES = 1 << 21
 
 MAX_THREADS = 4  # that share a copy; from four on the bandwidth of the memory is the limit
 _WORTH_A_THREAD = 1 << 25  # bytes: a few milliseconds, many times what it costs to start one
@@ -52,10 +56,11 @@ def copy_many(
     # The largest first, each to whoever is free: the threads end at about the same time.
     order = iter(sorted(range(len(pairs)), key=lambda i: -pairs[i][1].nbytes)) if count > 1 else iter(range(len(pairs)))
     if count == 1:
-        _copy_each(order, pairs, digests, digested)
+        _copy_each(order, pairs, digests if digested else None, BLOCK_BYTES)
     else:
+        work = partial(_copy_each, order, pairs, digests if digested else None, SHARED_BLOCK_BYTES)
         with ThreadPoolExecutor(count, thread_name_prefix="weights-copy") as pool:
-            for share in [pool.submit(_copy_each, order, pairs, digests, digested) for _ in range(count)]:
+            for share in [pool.submit(work) for _ in range(count)]:
                 share.result()
     return digests if digested else None
 
@@ -69,14 +74,17 @@ def _threads_for(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> int:
 
 @torch.inference_mode()  # a target may be a parameter that needs gradients, or made in inference mode
 def _copy_each(
-    order: Iterator[int], pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], digests: list[int], digested: bool
+    order: Iterator[int],
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    digests: list[int] | None,
+    block_bytes: int,
 ) -> None:
     for i in order:  # several threads may draw from it: a step of this iterator holds the interpreter's lock
         target, source = pairs[i]
-        if digested:
-            digests[i] = _copy_digested(target, source)
-        else:
+        if digests is None:
             _copy(target, source)
+        else:
+            digests[i] = _copy_digested(target, source, block_bytes)
 
 
 @torch.inference_mode()
@@ -103,7 +111,7 @@ def copy_digested(target: torch.Tensor, source: torch.Tensor) -> int:
     Returns:
         The digest that `fingerprint.tensor_digest` has for `target` afterwards.
     """
-    return _copy_digested(target, source)
+    return _copy_digested(target, source, BLOCK_BYTES)
 
 
 def is_move(target: torch.Tensor, source: torch.Tensor) -> bool:
@@ -137,14 +145,14 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)
 
 
-def _copy_digested(target: torch.Tensor, source: torch.Tensor) -> int:
+def _copy_digested(target: torch.Tensor, source: torch.Tensor, block_bytes: int) -> int:
     if is_move(target, source):
-        return _move_digested(target, source)
+        return _move_digested(target, source, block_bytes)
     state = xxhash.xxh3_64()
     if target.is_cpu and target.is_contiguous() and source.is_contiguous() and target.shape == source.shape:
         # Converted block by block, for the same reason.
         flat_target, flat_source = target.detach().reshape(-1), source.detach().reshape(-1)
-        elements = max(1, BLOCK_BYTES // target.element_size())
+        elements = max(1, block_bytes // target.element_size())
         for start in range(0, target.numel(), elements):
             part = flat_target[start : start + elements]
             part.copy_(flat_source[start : start + elements])
@@ -155,15 +163,15 @@ def _copy_digested(target: torch.Tensor, source: torch.Tensor) -> int:
     return state.intdigest()
 
 
-def _move_digested(target: torch.Tensor, source: torch.Tensor) -> int:
+def _move_digested(target: torch.Tensor, source: torch.Tensor, block_bytes: int) -> int:
     nbytes, to, origin = source.nbytes, target.data_ptr(), source.data_ptr()
     read = bytes_of(source)
-    if nbytes <= BLOCK_BYTES:
+    if nbytes <= block_bytes:
         ctypes.memmove(to, origin, nbytes)
         return xxhash.xxh3_64_intdigest(read)
     state = xxhash.xxh3_64()
-    for start in range(0, nbytes, BLOCK_BYTES):
-        size = min(BLOCK_BYTES, nbytes - start)
+    for start in range(0, nbytes, block_bytes):
+        size = min(block_bytes, nbytes - start)
         ctypes.memmove(to + start, origin + start, size)
         state.update(read[start : start + size])
     return state.intdigest()

@@ -155,3 +155,15 @@ def test_a_resumed_run_goes_on_with_the_step_that_would_have_come(synchronous: P
 
 def test_nothing_is_left_in_shared_memory(asynchronous: Path, synchronous: Path):
     assert shared_memory_of("asynchronous") == shared_memory_of("synchronous") == []
+
+
+@pytest.mark.parametrize("mode", ["drain", "barrier", "abort"])
+def test_a_run_trains_with_every_way_of_taking_new_weights(warm_start: Path, tmp_path: Path, mode: str):
+    options = (f"policy.update.mode={mode}", "loop.steps=4", "eval.every=0", "eval.max_prompts=32")
+    finished = run_app("apps.grpo.main", *toy_arguments(warm_start, tmp_path / mode, *options))
+    assert finished.returncode == 0, finished.output
+    assert [line["step"] for line in steps(tmp_path / mode)] == [1, 2, 3, 4]
+    records = [json.loads(line) for line in (tmp_path / mode / "rollouts.jsonl").read_text().splitlines()]
+    assert {version for record in records for version, *_ in record["versions"]} >= {0, 1}
+    if mode != "abort":
+        assert all(len(record["versions"]) == 1 for record in records)

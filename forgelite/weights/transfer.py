@@ -26,8 +26,8 @@ import xxhash
 # Larger blocks have left the second-level cache before they are hashed; smaller ones fall below the threshold from
 # which glibc writes around the cache.
 BLOCK_BYTES = 1 << 18
-# Of threads that share a copy. Every block hands the interpreter's lock over twice, and waking up for it costs more than
-# what of a larger block has left the cache.
+# Of threads that share a copy. Every block hands the interpreter's lock over twice, and waking up for it costs more
+# than what of a larger block has left the cache.
 SHARED_BLOCK_BYTES = 1 << 21
 
 MAX_THREADS = 4  # that share a copy; from four on the bandwidth of the memory is the limit

@@ -9,22 +9,23 @@ from __future__ import annotations
 import statistics
 from pathlib import Path
 
-from benchmarks.policy_trace import Plan, Trace, trace
+from benchmarks.policy_trace import Mode, Plan, Trace, trace
 from benchmarks.table import Row, spread
 
-_CASES: dict[str, Plan] = {
-    "pause_in_flight": Plan(mode="in_flight", keep_kv=True, updates=8, tokens_between=1500),
-    "pause_in_flight_recompute": Plan(mode="in_flight", updates=8, tokens_between=1500),
-    "pause_drain": Plan(mode="drain", updates=8, tokens_between=1500),
-    "pause_abort": Plan(mode="abort", updates=8, tokens_between=1500),
+_LANES = 32  # sequences, as in `service_vs_bare_32`
+_CASES: dict[str, tuple[Mode, bool]] = {  # the mode, and whether running sequences keep their cache
+    "pause_in_flight": ("in_flight", True),
+    "pause_in_flight_recompute": ("in_flight", False),
+    "pause_drain": ("drain", False),
+    "pause_abort": ("abort", False),
 }
 
 
 def rows(folder: Path, *, quick: bool) -> list[Row]:
     """`pause_in_flight`, `pause_drain` and `pause_abort`; after each, what else the mode costs."""
     plans = [
-        Plan(mode=p.mode, keep_kv=p.keep_kv, updates=3 if quick else p.updates, tokens_between=p.tokens_between)
-        for p in _CASES.values()
+        Plan(mode=mode, keep_kv=keep, updates=3 if quick else 8, tokens_between=4000, lanes=_LANES)
+        for mode, keep in _CASES.values()
     ]
     traces = trace(folder, [plans[0], *plans])[1:]  # the first one warms the engine up
     return [_row(case, run) for case, run in zip(_CASES, traces, strict=True)]

@@ -1,7 +1,7 @@
 """What an update does to sequences that are being sampled, as a trace: every token with its time and its version.
 
-The engine is real and runs under its `EngineLoop` in a process like a policy's own; the versions are published to a
-store and served in place, as in a run. `LANES` rollouts of `TURNS` turns are kept going at any time.
+The engine is real and runs under its `EngineLoop` in a process like a policy's own; another process publishes the
+versions, which are served in place, as in a run. Some rollouts of `TURNS` turns are kept going at any time.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from multiprocessing.connection import Connection
@@ -23,11 +23,11 @@ import torch
 
 from benchmarks.policy_model import ENGINE, PROMPT_TOKENS, engine_process, prompt_of
 from benchmarks.weight_sync_arena import ManifestsInMemory
-from forgelite.types import Completion, GroupRequest, SamplingParams
-from forgelite.weights import WeightStore
+from forgelite.types import Completion, Failure, GroupRequest, SamplingParams
+from forgelite.weights import Manifest, WeightStore
 
 Mode = Literal["in_flight", "drain", "abort", "barrier"]
-LANES = 8
+LANES = 8  # unless a plan says otherwise
 TURNS = 2
 TURN_TOKENS = (40, 160)  # of a turn, from and to
 _WAIT_S = 60.0
@@ -44,6 +44,7 @@ class Plan:
     keep_kv: bool = False
     updates: int
     tokens_between: int  # sampled by all lanes together from one update to the next
+    lanes: int = LANES  # rollouts at any time
 
 
 @dataclass(kw_only=True, slots=True)
@@ -119,8 +120,34 @@ class Trace:
 
 def trace(folder: Path, plans: Sequence[Plan]) -> list[Trace]:
     """Run the plans one after the other on one engine."""
-    with engine_process(_serve, folder, list(plans)) as pipe:
-        return [pipe.recv() for _ in plans]
+    traces: list[Trace] = []
+    with engine_process(_serve, folder, list(plans)) as pipe, _publisher(folder) as publish:
+        while len(traces) < len(plans):
+            message = pipe.recv()
+            if isinstance(message, Trace):
+                traces.append(message)
+            else:
+                pipe.send(publish(message))
+    return traces
+
+
+@contextmanager
+def _publisher(folder: Path) -> Iterator[Callable[[int], Manifest]]:
+    """Publishes the weights in `folder` from this process, as whatever version is asked for."""
+    from safetensors.torch import load_file
+
+    tensors = load_file(folder / "model.safetensors")
+    store = WeightStore(directory=ManifestsInMemory(), run_id=f"bench-trace-{os.getpid()}", retain=1, served_in_place=1)
+    with asyncio.Runner() as runner:
+        try:
+            yield lambda version: runner.run(store.publish(version, tensors))
+        finally:
+            store.close()
+
+
+def _ask_for(pipe: Connection, version: int) -> Manifest:
+    pipe.send(version)
+    return pipe.recv()
 
 
 class _TracedEngine:
@@ -189,7 +216,8 @@ class _TracedEngine:
 class _Rollouts:
     """Keeps the lanes busy: the next turn when one ends, the next rollout when the last turn has ended."""
 
-    def __init__(self, loop: Any, engine: _TracedEngine) -> None:
+    def __init__(self, loop: Any, engine: _TracedEngine, lanes: int) -> None:
+        self._lanes = lanes
         self._loop = loop
         self._engine = engine
         self._random = random.Random(0)
@@ -199,13 +227,13 @@ class _Rollouts:
         self.holding = False  # no rollout starts
 
     def start(self) -> None:
-        for lane in range(LANES):
+        for lane in range(self._lanes):
             self._ask(lane, 0)
 
     def collect(self) -> None:
         """Take what is finished and ask for what follows."""
         for result in self._loop.collect(_WAIT_S):
-            if not all(isinstance(completion, Completion) for completion in result.outcome):
+            if isinstance(result.outcome, Failure) or not all(isinstance(c, Completion) for c in result.outcome):
                 raise RuntimeError(f"request {result.request_id}: {result.outcome}")
             lane, turn = self._lane_of.pop(result.request_id)
             if turn + 1 < TURNS:
@@ -243,26 +271,21 @@ def _serve(pipe: Connection, folder: Path, plans: list[Plan]) -> None:
 
 
 async def _trace_all(pipe: Connection, folder: Path, plans: list[Plan]) -> None:
-    from safetensors.torch import load_file
-
     from forgelite.policy.engine import build_engine
     from forgelite.policy.engine_loop import EngineLoop
 
     engine = _TracedEngine(build_engine(folder, engine=ENGINE, seed=0, swap="zero_copy"))
     loop = EngineLoop(engine, seed=0)
-    directory, run_id = ManifestsInMemory(), f"bench-trace-{os.getpid()}"
-    trainer = WeightStore(directory=directory, run_id=run_id, retain=1, served_in_place=1)
-    policy = WeightStore(directory=directory, run_id=run_id)
-    tensors = load_file(folder / "model.safetensors")
+    policy = WeightStore(directory=ManifestsInMemory(), run_id="reads")
     served = AsyncExitStack()
     try:
         for plan in plans:
             engine.restart()
-            rollouts, swaps = _Rollouts(loop, engine), []
+            rollouts, swaps = _Rollouts(loop, engine, plan.lanes), []
             rollouts.start()
             for _ in range(plan.updates):
                 await asyncio.to_thread(_sample, rollouts, engine, plan.tokens_between)
-                manifest = await trainer.publish(engine.version + 1, tensors)
+                manifest = await asyncio.to_thread(_ask_for, pipe, engine.version + 1)
                 leases = AsyncExitStack()
                 views = await leases.enter_async_context(policy.lease(manifest))
                 swaps.append(await _update(plan, loop, engine, rollouts, views))
@@ -277,7 +300,6 @@ async def _trace_all(pipe: Connection, folder: Path, plans: list[Plan]) -> None:
         loop.close()
         await served.aclose()
         policy.close()
-        trainer.close()
 
 
 def _sample(rollouts: _Rollouts, engine: _TracedEngine, tokens: int) -> None:

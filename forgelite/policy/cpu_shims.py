@@ -2,7 +2,8 @@
 
 After loading, vLLM packs the weights of every linear layer and of the experts into layouts of the CPU kernels
 and serves from the packed copies. A later write to the parameters is then lost, or fails. Each function below
-undoes one such effect; `tests/engines/test_policy_shims.py` shows for each what goes wrong without it.
+undoes one such effect, or another that a CPU alone has; `tests/engines/test_policy_shims.py` shows for each what
+goes wrong without it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -48,6 +50,31 @@ def keep_linears_live() -> None:
 
     dispatch.replaces = pack
     layer_utils.dispatch_cpu_unquantized_gemm = dispatch
+
+
+def hold_generators_of_partial_prefills(model_runner: Any) -> None:
+    """Keep the generator of a sequence from the sampler until the last part of its prompt is prefilled.
+
+    Where a prompt, or what is prefilled again after an update, exceeds the tokens of a step, it is prefilled in parts.
+    vLLM samples a token after each part, throws it away, and rewinds the generator by an offset that the generators
+    of a CPU do not have: the step raises and the engine is dead. A generator that was not drawn from need not be
+    rewound, and what is sampled does not depend on how a prompt was cut.
+
+    Args:
+        model_runner: vLLM's, after the model is loaded.
+    """
+    sample = model_runner.sample_tokens
+
+    def sample_tokens(grammar_output: Any) -> Any:
+        batch = model_runner.input_batch
+        partial = np.flatnonzero(model_runner.discard_request_mask.np[: batch.num_reqs]).tolist()
+        held = {index: batch.generators.pop(index) for index in partial if index in batch.generators}
+        try:
+            return sample(grammar_output)
+        finally:
+            batch.generators.update(held)
+
+    model_runner.sample_tokens = sample_tokens
 
 
 @contextmanager

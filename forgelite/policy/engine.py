@@ -92,6 +92,8 @@ class VllmEngine:
         self._model_runner = client.engine_core.model_executor.driver_worker.worker.model_runner
         self._schema = schema
         device = self._model_runner.device
+        if device.type == "cpu":
+            cpu_shims.hold_generators_of_partial_prefills(self._model_runner)
         self._staging = DeviceStaging(device) if device.type == "cuda" else None
         self._bindings = bind(self._model_runner.get_model(), schema) if swap == "zero_copy" else None
         self.capabilities = _capabilities(config, swap)

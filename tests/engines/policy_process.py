@@ -99,6 +99,7 @@ _WITHOUT = {  # what stands in for a shim that is left out
     "keep_linears_live": _pack_linears,
     "unpacked_experts": lambda model: nullcontext(),
     "register_architecture": lambda architectures: None,
+    "hold_generators_of_partial_prefills": lambda model_runner: None,
 }
 _SHIMS = {name: getattr(cpu_shims, name) for name in _WITHOUT}
 

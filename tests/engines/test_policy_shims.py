@@ -89,6 +89,29 @@ def test_without_unpacked_experts_an_update_gives_wrong_logprobs(host: EngineHos
     assert furthest(completion.logprobs, reference_logprobs(new, completion)) > 0.1
 
 
+LONG = {"prompt": [7 * i % 90 + 1 for i in range(100)], "n": 3, "seed": 5}
+IN_PARTS = ENGINE | {"max_num_batched_tokens": 32, "max_num_seqs": 8}  # tokens of a step
+
+
+def test_without_held_generators_a_prompt_that_is_prefilled_in_parts_kills_the_engine(
+    host: EngineHost, checkpoints: Path
+) -> None:
+    host.build(checkpoints / "llama1", IN_PARTS, without="hold_generators_of_partial_prefills")
+    (outcome,) = sample(host, group("doomed", **LONG))
+    host.close()
+    assert "CPU Generator does not use offset" in outcome.message
+
+
+def test_what_is_sampled_does_not_depend_on_how_a_prompt_is_cut(host: EngineHost, checkpoints: Path) -> None:
+    sampled = []
+    for engine in (ENGINE, IN_PARTS):
+        host.build(checkpoints / "llama1", engine)
+        (completions,) = sample(host, group("long", **LONG))
+        host.close()
+        sampled.append([completion.token_ids for completion in completions])
+    assert sampled[0] == sampled[1]
+
+
 def keep_onednn_away(away: bool) -> None:
     """oneDNN asks for the permission itself, at its first product in bfloat16."""
     torch._C._set_mkldnn_enabled(not away)

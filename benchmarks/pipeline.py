@@ -41,6 +41,7 @@ from benchmarks.pipeline_simulation import Outcome, simulate, simulate_all
 from benchmarks.pipeline_studies import HOUR_S, Label
 from benchmarks.pipeline_tables import LEGEND, WIDTH, print_outcomes
 from benchmarks.table import Row, print_report
+from forgelite.command import collect_garbage_less_often
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -55,6 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.advise:
         pipeline_advise.advise(pipeline_advise.question(parser, options), console, options.processes)
         return
+    collect_garbage_less_often()  # as an app's controller does
     many = simulate(pipeline_studies.controller())  # first, alone on the machine
     seconds = HOUR_S / 6 if options.quick else HOUR_S
     goals = pipeline_studies.goals(seconds if options.quick else 4 * seconds)

@@ -11,7 +11,6 @@ import atexit
 import logging
 import os
 import sys
-import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -27,8 +26,6 @@ from forgelite.observe.gates import within
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-_LATE_S = 10.0  # seconds in which a death is reported: many polls of Monarch's supervision
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -125,11 +122,10 @@ def watch_faults(on_fault: Callable[[str, str], None]) -> Iterator[None]:
     """Report the death of any process mesh to `on_fault(mesh name, cause)`, on the running event loop.
 
     Without this, Monarch's default ends the controller by a KeyboardInterrupt at whatever it happens to await. A death
-    is reported more than once (its logger, its actors): `on_fault` must not mind. What is reported soon after the block
-    is of processes that ended with it, and is left unsaid.
+    is reported more than once (its logger, its actors): `on_fault` must not mind. Processes that ended with the block
+    are reported up to a minute later still, so Monarch's default is not put back: from then on a fault is logged.
     """
     loop = asyncio.get_running_loop()
-    before = monarch.actor.unhandled_fault_hook
 
     def hook(failure: MeshFailure) -> None:
         with suppress(RuntimeError):  # the loop is closed: the run is over
@@ -139,14 +135,8 @@ def watch_faults(on_fault: Callable[[str, str], None]) -> Iterator[None]:
     try:
         yield
     finally:
-        monarch.actor.unhandled_fault_hook = _after(time.monotonic() + _LATE_S, before)
+        monarch.actor.unhandled_fault_hook = _log_late
 
 
-def _after(end: float, hook: Callable[[MeshFailure], None]) -> Callable[[MeshFailure], None]:
-    """`hook`, but for what is reported before `end` on the monotonic clock."""
-
-    def late(failure: MeshFailure) -> None:
-        if time.monotonic() >= end:
-            hook(failure)
-
-    return late
+def _log_late(failure: MeshFailure) -> None:
+    logger.info("%s: reported after its run: %s", failure.mesh_name, _first_cause(failure.report()))
